@@ -1,0 +1,33 @@
+"""The machine as numbers: how many ranks, on which nodes, with which memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterSpec:
+    """`world_size` equal ranks, `ranks_per_node` on each node.
+
+    device: "cpu" or "cuda"; device_name: the maker's name; memory_bytes: what one rank may use in all.
+    Raises ValueError for sizes that make no machine.
+    """
+
+    name: str
+    device: Literal["cpu", "cuda"]
+    device_name: str
+    world_size: int
+    ranks_per_node: int
+    memory_bytes: int
+
+    def __post_init__(self) -> None:
+        for field in ("world_size", "ranks_per_node", "memory_bytes"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"ClusterSpec.{field} must be >= 1, not {getattr(self, field)}")
+        if self.world_size > 1 << 20:
+            raise ValueError(f"ClusterSpec.world_size is absurd: {self.world_size}")
+        if self.world_size > self.ranks_per_node and self.world_size % self.ranks_per_node:
+            raise ValueError(
+                f"ClusterSpec.world_size {self.world_size} is not a whole number of nodes of {self.ranks_per_node}"
+            )

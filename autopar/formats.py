@@ -1,0 +1,187 @@
+"""Frozen values to JSON and back: versioned, strict, written whole or not at all.
+
+A file is one object `{"kind": ..., "schema": ..., <fields>}`. The reader checks every key and type against the
+dataclass; an unknown key is an error that suggests the nearest known one. The same value gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import json
+import math
+import os
+import tempfile
+import types
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from autopar.errors import InputError
+
+T = TypeVar("T")
+
+
+def to_plain(value: Any) -> Any:
+    """The value as JSON types: dataclasses become objects in field order, tuples become arrays."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): to_plain(item) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [to_plain(item) for item in value]
+    return value
+
+
+def from_plain(kind: type[T], data: Any, where: str) -> T:
+    """The value of type `kind` that `data` (JSON types) describes.
+
+    `where` names the file and field in errors. Raises InputError for unknown, missing or ill-typed fields, numbers
+    that are not finite, and values that the dataclass itself refuses.
+    """
+    return typing.cast(T, _read(kind, data, where))
+
+
+def _read(kind: Any, data: Any, where: str) -> Any:
+    origin = typing.get_origin(kind)
+    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+        return _read_dataclass(kind, data, where)
+    if origin in (types.UnionType, typing.Union):
+        options = typing.get_args(kind)
+        if data is None and type(None) in options:
+            return None
+        (option,) = (o for o in options if o is not type(None))
+        return _read(option, data, where)
+    if origin is typing.Literal:
+        options = typing.get_args(kind)
+        if data not in options or isinstance(data, bool):
+            hint = _nearest(str(data), [str(o) for o in options])
+            raise InputError(f"{where} cannot be {data!r}", why=f"it is one of {list(options)}", fix=hint)
+        return data
+    if origin is tuple:
+        if not isinstance(data, list):
+            raise _wrong(where, "a list", data)
+        items = typing.get_args(kind)
+        if items[-1:] == (...,):
+            return tuple(_read(items[0], item, f"{where}[{i}]") for i, item in enumerate(data))
+        if len(items) != len(data):
+            raise _wrong(where, f"a list of {len(items)}", data)
+        return tuple(_read(item, d, f"{where}[{i}]") for i, (item, d) in enumerate(zip(items, data, strict=True)))
+    if origin in (dict, Mapping) or (isinstance(origin, type) and issubclass(origin, Mapping)):
+        if not isinstance(data, dict):
+            raise _wrong(where, "an object", data)
+        return {key: _read(typing.get_args(kind)[1], item, f"{where}.{key}") for key, item in data.items()}
+    return _read_scalar(kind, data, where)
+
+
+def _read_scalar(kind: Any, data: Any, where: str) -> Any:
+    if kind is Any:
+        return data
+    if kind is float:
+        if isinstance(data, bool) or not isinstance(data, int | float) or not math.isfinite(data):
+            raise _wrong(where, "a finite number", data)
+        return float(data)
+    names = {int: "a whole number", str: "a string", bool: "true or false"}
+    if kind not in names:
+        raise TypeError(f"formats cannot read {kind!r} ({where})")
+    if not isinstance(data, kind) or (kind is int and isinstance(data, bool)):
+        raise _wrong(where, names[kind], data)
+    return data
+
+
+def _read_dataclass(kind: Any, data: Any, where: str) -> Any:
+    if not isinstance(data, dict):
+        raise _wrong(where, "an object", data)
+    hints = typing.get_type_hints(kind)
+    fields = {f.name: f for f in dataclasses.fields(kind)}
+    for key in data:
+        if key not in fields:
+            raise InputError(
+                f"{where} has an unknown key {key!r}",
+                why=f"known keys: {', '.join(fields)}",
+                fix=_nearest(key, list(fields)) or "remove it, or read the file with the version that wrote it",
+            )
+    values = {}
+    for name, field in fields.items():
+        if name in data:
+            values[name] = _read(hints[name], data[name], f"{where}.{name}")
+        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            raise InputError(f"{where} lacks {name!r}", why="the file is truncated or foreign", fix="write it again")
+    try:
+        return kind(**values)
+    except ValueError as error:
+        raise InputError(
+            f"{where} is not acceptable", why=str(error), fix="correct the file or write it again"
+        ) from None
+
+
+def _wrong(where: str, expected: str, data: Any) -> InputError:
+    shown = repr(data) if len(repr(data)) <= 60 else f"{repr(data)[:57]}..."
+    return InputError(f"{where} must be {expected}", why=f"it is {shown}", fix="correct the file or write it again")
+
+
+def _nearest(word: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(word, known, n=1)
+    return f"did you mean {near[0]!r}?" if near else ""
+
+
+def dumps(kind: str, schema: int, fields: Mapping[str, Any]) -> str:
+    """The text of a file of this kind: one field a line, a trailing newline, no number that is not finite."""
+    body = {"kind": kind, "schema": schema, **{key: to_plain(value) for key, value in fields.items()}}
+    return json.dumps(body, indent=1, allow_nan=False, ensure_ascii=False) + "\n"
+
+
+def read_file(path: str | os.PathLike[str], kind: str, schema: int) -> dict[str, Any]:
+    """The fields of a JSON file of this kind and schema, unchecked beyond those two; InputError otherwise."""
+    name = Path(path)
+    fix = f"give a file that autopar wrote as {kind!r}"
+    try:
+        data = json.loads(name.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
+    except FileNotFoundError:
+        raise InputError(f"{name} does not exist", why="no such file", fix="check the path") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{name} cannot be read", why=str(error), fix=fix) from None
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{name} is not JSON", why=f"{error} (truncated?)", fix=fix) from None
+    if not isinstance(data, dict) or data.get("kind") != kind:
+        found = data.get("kind") if isinstance(data, dict) else type(data).__name__
+        raise InputError(f"{name} is not a {kind} file", why=f"its kind is {found!r}", fix=fix)
+    if data.get("schema") != schema or isinstance(data.get("schema"), bool):
+        raise InputError(
+            f"{name} has schema {data.get('schema')!r}",
+            why=f"this version reads schema {schema} of {kind}",
+            fix="write the file again with this version (CHANGELOG.md lists the changes)",
+        )
+    return {key: value for key, value in data.items() if key not in ("kind", "schema")}
+
+
+def _refuse_constant(text: str) -> float:
+    raise ValueError(f"{text} is not a number")
+
+
+def write_file(path: str | os.PathLike[str], text: str) -> None:
+    """Write `text` whole or not at all: to a temporary file beside `path`, then renamed over it.
+
+    Raises InputError when the folder does not exist or cannot be written.
+    """
+    target = Path(path)
+    temporary = None
+    try:
+        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+        with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        mode = os.umask(0)
+        os.umask(mode)
+        os.chmod(temporary, 0o666 & ~mode)
+        os.replace(temporary, target)
+    except BaseException as error:
+        if temporary is not None:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary)
+        if isinstance(error, OSError):
+            raise InputError(f"{target} cannot be written", why=str(error), fix="choose a writable folder") from None
+        raise

@@ -1,0 +1,257 @@
+"""Plan: one strategy per layer, the stages, the schedule, what is predicted and how good it is; plan.json.
+
+The plan holds no dates and no elapsed times: the same build and input give the same bytes.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, fields
+from itertools import accumulate
+from typing import Any, Literal
+
+from autopar.axes import RankMesh
+from autopar.errors import InputError
+from autopar.formats import dumps, from_plain, read_file, to_plain, write_file
+from autopar.legality import why_batch_illegal, why_illegal
+from autopar.model import ModelSpec, layer_names
+from autopar.request import Pin, Request, Schedule
+from autopar.strategy import Strategy
+
+PLAN_KIND, PLAN_SCHEMA = "autopar.plan", 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanModel:
+    """Which model the plan is for: how to build it again, and a hash of its parameter names, shapes and dtypes."""
+
+    name: str
+    source: str
+    fingerprint: str
+    profile: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanCluster:
+    """Which machine the plan is for, and the hash of its profile."""
+
+    name: str
+    device: Literal["cpu", "cuda"]
+    world_size: int
+    ranks_per_node: int
+    memory_bytes: int
+    profile: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankMemory:
+    """The predicted peak of one rank and its parts, all at the same moment of the step."""
+
+    peak_bytes: int
+    parts_bytes: dict[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """What the plan is expected to cost.
+
+    step_s: one optimizer step, with its parts for the rank that ends last; memory: per rank; worst_rank: the rank of
+    the highest peak; origin: the weakest origin of the numbers behind it.
+    """
+
+    step_s: float
+    parts_s: dict[str, float]
+    memory: tuple[RankMemory, ...]
+    worst_rank: int
+    origin: Literal["measured", "fitted", "interpolated", "assumed"] = "measured"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Certificate:
+    """How good the plan is: the solver's objective, a proven lower bound on it, and who proved it.
+
+    The objective is a surrogate of the step (`predicted.step_s` is the simulated one); status "optimal" speaks of the
+    surrogate. gap = (objective - bound) / objective.
+    """
+
+    objective_ns: int
+    lower_bound_ns: int
+    status: Literal["optimal", "gap"]
+    solver: str
+    verified_by: tuple[str, ...] = ()
+
+    @property
+    def gap(self) -> float:
+        """The part of the objective that is not proven necessary."""
+        return (self.objective_ns - self.lower_bound_ns) / max(1, self.objective_ns)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How every layer of a model runs on a cluster.
+
+    pp stages in `schedule` order of `num_micro_batches`; layers_per_stage: how many layers of the chain (embed,
+    blocks, head) each stage holds; strategies: one per layer of the chain.
+    Raises ValueError when the counts do not agree.
+    """
+
+    model: PlanModel
+    cluster: PlanCluster
+    request: Request
+    pp: int
+    schedule: Schedule
+    num_micro_batches: int
+    layers_per_stage: tuple[int, ...]
+    strategies: tuple[Strategy, ...]
+    predicted: Prediction | None = None
+    certificate: Certificate | None = None
+    versions: dict[str, str]
+
+    def __post_init__(self) -> None:
+        if self.pp < 1 or self.cluster.world_size % self.pp:
+            raise ValueError(f"pp {self.pp} does not divide the world size {self.cluster.world_size}")
+        if self.num_micro_batches < 1:
+            raise ValueError(f"num_micro_batches must be >= 1, not {self.num_micro_batches}")
+        if len(self.layers_per_stage) != self.pp or any(n < 1 for n in self.layers_per_stage):
+            raise ValueError(f"layers_per_stage {list(self.layers_per_stage)} must name pp = {self.pp} stages")
+        if sum(self.layers_per_stage) != len(self.strategies):
+            raise ValueError(f"{sum(self.layers_per_stage)} layers on the stages, {len(self.strategies)} strategies")
+        if len(self.strategies) < 3:
+            raise ValueError("a plan has embed, one block or more, and head")
+        if self.predicted is not None and len(self.predicted.memory) != self.cluster.world_size:
+            raise ValueError("predicted.memory must have one entry a rank")
+
+    @property
+    def mesh(self) -> RankMesh:
+        """The factored mesh of the plan."""
+        return RankMesh.of(world_size=self.cluster.world_size, pp=self.pp, ranks_per_node=self.cluster.ranks_per_node)
+
+    @property
+    def micro_batch(self) -> int:
+        """Samples of one micro-batch over all ranks of a stage."""
+        return self.request.global_batch // self.num_micro_batches
+
+    def stage_layers(self, stage: int) -> range:
+        """The places of the chain that a stage holds."""
+        ends = list(accumulate(self.layers_per_stage))
+        return range(ends[stage] - self.layers_per_stage[stage], ends[stage])
+
+    def stage_of(self, layer: int) -> int:
+        """The stage that holds the layer at this place of the chain."""
+        return next(stage for stage in range(self.pp) if layer in self.stage_layers(stage))
+
+    def check(self, model: ModelSpec) -> None:
+        """Return when the runtime can run this plan on this model; otherwise InputError by field.
+
+        The same rules make the search space: see autopar.legality.
+        """
+        if model.fingerprint != self.model.fingerprint:
+            raise InputError(
+                "the plan was made for another model",
+                why=f"its model {self.model.name} is {self.model.fingerprint}, this one, {model.name}, "
+                f"is {model.fingerprint} (a hash of parameter names, shapes and dtypes)",
+                fix="search again for this model",
+            )
+        if len(model.layers) != len(self.strategies):
+            raise InputError(
+                "the plan does not have one strategy per layer",
+                why=f"it has {len(self.strategies)}, the model {len(model.layers)}",
+                fix="search again for this model",
+            )
+        mesh = self.mesh
+        reason = why_batch_illegal(self.request.global_batch, self.num_micro_batches, mesh)
+        if reason:
+            raise InputError(
+                "the plan's batch is not legal", why=reason, fix="change global_batch or the micro-batches"
+            )
+        for layer, (name, strategy) in enumerate(zip(model.layer_names, self.strategies, strict=True)):
+            reason = why_illegal(
+                strategy,
+                model.kind(layer),
+                mesh,
+                micro_batch=self.micro_batch,
+                sequence=self.request.sequence,
+            )
+            if reason:
+                raise InputError(f"layer {name} cannot run as {strategy}", why=reason, fix="search again")
+        if model.tied and self.strategies[0] != self.strategies[-1]:
+            raise InputError(
+                "embed and head share parameters but not their strategy",
+                why=f"embed {self.strategies[0]}, head {self.strategies[-1]}",
+                fix="give both the same strategy",
+            )
+
+    def dumps(self) -> str:
+        """The text of plan.json."""
+        body = {f.name: to_plain(getattr(self, f.name)) for f in fields(self)}
+        body["request"]["pins"] = [pin.short for pin in self.request.pins]
+        mesh = self.mesh
+        body["mesh"] = {"pp": mesh.pp, **{axis.name: axis.size for axis in mesh.axes}}
+        body["strategies"] = _run_length(self.strategies)
+        order = ("model", "cluster", "request", "mesh", "schedule", "num_micro_batches", "layers_per_stage")
+        rest = ("strategies", "predicted", "certificate", "versions")
+        return dumps(PLAN_KIND, PLAN_SCHEMA, {key: body[key] for key in (*order, *rest)})
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write plan.json, whole or not at all."""
+        write_file(path, self.dumps())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
+        """The plan of a file; InputError when it is not one or contradicts itself."""
+        data = read_file(path, PLAN_KIND, PLAN_SCHEMA)
+        where = str(path)
+        mesh = from_plain(dict[str, int], data.pop("mesh", None), f"{where}.mesh")
+        data["pp"] = mesh.get("pp")
+        data["strategies"] = _expand(from_plain(dict[str, str], data.get("strategies"), f"{where}.strategies"), where)
+        request = data.get("request")
+        if isinstance(request, dict) and isinstance(request.get("pins"), list):
+            pins = from_plain(tuple[str, ...], request["pins"], f"{where}.request.pins")
+            request["pins"] = [to_plain(Pin.parse(pin)) for pin in pins]
+        plan = from_plain(cls, data, where)
+        expected = {"pp": plan.mesh.pp, **{axis.name: axis.size for axis in plan.mesh.axes}}
+        if mesh != expected:
+            raise InputError(
+                f"{where}.mesh does not fit the cluster",
+                why=f"it is {mesh}, expected {expected}",
+                fix="search again",
+            )
+        return plan
+
+
+def _run_length(strategies: tuple[Strategy, ...]) -> dict[str, str]:
+    names = layer_names(len(strategies))
+    runs: list[tuple[int, int, str]] = []
+    for block in range(len(strategies) - 2):
+        short = strategies[block + 1].short
+        if runs and runs[-1][2] == short:
+            runs[-1] = (runs[-1][0], block, short)
+        else:
+            runs.append((block, block, short))
+    blocks = {(f"{a}-{b}" if b > a else f"{a}"): short for a, b, short in runs}
+    return {names[0]: strategies[0].short, **blocks, names[-1]: strategies[-1].short}
+
+
+def _expand(runs: dict[str, str], where: str) -> list[Any]:
+    """The strategies of the chain as plain data; every block must be named once, in order."""
+    found: list[Any] = []
+    keys = list(runs)
+    if len(keys) < 3 or keys[0] != "embed" or keys[-1] != "head":
+        raise InputError(f"{where}.strategies must go from embed over the blocks to head", why=f"its keys are {keys}")
+    for key in keys:
+        count = 1
+        if key not in ("embed", "head"):
+            first, _, last = key.partition("-")
+            expected = len(found) - 1
+            well_formed = first.isascii() and first.isdigit() and (not last or (last.isascii() and last.isdigit()))
+            if not well_formed or int(first) != expected or int(last or first) < expected:
+                raise InputError(
+                    f"{where}.strategies[{key!r}] is out of order",
+                    why=f"the next block is {expected}",
+                    fix='name runs of blocks such as "0-3" in order',
+                )
+            count = int(last or first) - expected + 1
+            if count > 100_000:
+                raise InputError(f"{where}.strategies[{key!r}] is absurd", why=f"{count} blocks", fix="search again")
+        found += [to_plain(Strategy.parse(runs[key]))] * count
+    return found

@@ -1,0 +1,88 @@
+"""What the user asks for: batch, sequence, precision, optimizer, memory budget, and pinned layers."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from autopar.errors import InputError
+from autopar.strategy import Strategy
+
+Schedule = Literal["1f1b", "gpipe"]
+Optimizer = Literal["adamw", "sgd"]
+SCHEDULES: tuple[Schedule, ...] = ("1f1b", "gpipe")
+
+_PIN = re.compile(r"\s*(embed|head|\*|\d+(?:-\d+)?)\s*:\s*(\S+)\s*", re.ASCII)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pin:
+    """Layers that must take a strategy: `embed`, `head`, `*` (all blocks), `3` or `0-3`; written `0-3: dp4-z3`."""
+
+    layers: str
+    strategy: Strategy
+
+    @classmethod
+    def parse(cls, text: str) -> Pin:
+        """The pin that `text` writes; InputError when it is none."""
+        match = _PIN.fullmatch(text)
+        if match is None:
+            raise InputError(
+                f"{text!r} is not a pin",
+                why="the form is LAYERS: STRATEGY, LAYERS being embed, head, * (all blocks), 3 or 0-3",
+                fix='write for example --pin "0-3: dp4-z3"',
+            )
+        return cls(layers=match[1], strategy=Strategy.parse(match[2]))
+
+    @property
+    def short(self) -> str:
+        """The pin as `Pin.parse` reads it."""
+        return f"{self.layers}: {self.strategy}"
+
+    def indices(self, num_layers: int) -> range:
+        """The places of the chain that it pins (embed is 0); InputError for layers that the model does not have."""
+        if self.layers == "embed":
+            return range(1)
+        if self.layers == "head":
+            return range(num_layers - 1, num_layers)
+        if self.layers == "*":
+            return range(1, num_layers - 1)
+        first, _, last = self.layers.partition("-")
+        start, stop = int(first), int(last or first)
+        if not start <= stop < num_layers - 2:
+            raise InputError(
+                f"the pin {self.short!r} names layers that the model does not have",
+                why=f"its blocks are 0-{num_layers - 3}",
+                fix="name layers of the model",
+            )
+        return range(start + 1, stop + 2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What the plan is for.
+
+    global_batch: samples of one optimizer step over all ranks (a plan never changes it); sequence: tokens a sample;
+    memory_bytes: the budget of one rank, None for what the cluster has; pp: the allowed numbers of stages, empty for
+    all; num_micro_batches: likewise. Raises ValueError for numbers below one.
+    """
+
+    global_batch: int
+    sequence: int
+    dtype: str = "float32"
+    optimizer: Optimizer = "adamw"
+    memory_bytes: int | None = None
+    pp: tuple[int, ...] = ()
+    num_micro_batches: tuple[int, ...] = ()
+    schedules: tuple[Schedule, ...] = SCHEDULES
+    pins: tuple[Pin, ...] = ()
+
+    def __post_init__(self) -> None:
+        for field in ("global_batch", "sequence", "memory_bytes"):
+            value = getattr(self, field)
+            if value is not None and not 1 <= value < 1 << 60:
+                raise ValueError(f"Request.{field} must be >= 1, not {value}")
+        for field in ("pp", "num_micro_batches"):
+            if any(value < 1 for value in getattr(self, field)):
+                raise ValueError(f"Request.{field} must be >= 1, not {getattr(self, field)}")

@@ -1,0 +1,1 @@
+"""The only code that times or traces anything."""

@@ -1,0 +1,1 @@
+"""Measured numbers with their provenance, as JSON package data."""

@@ -1,0 +1,1 @@
+"""Applies a plan to a PyTorch model, on stock torch.distributed."""

@@ -1,0 +1,1 @@
+"""Tensor parallelism derived from the exported graph of any block."""

@@ -1,0 +1,1 @@
+"""Optimisers over plain numpy tables. They choose; `autopar.price.score` adds up."""
