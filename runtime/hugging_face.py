@@ -1,0 +1,165 @@
+"""The one place that imports transformers: lazily, offline, and only the classes asked for.
+
+Importing it costs seconds, so that a plain nn.Module never pays for it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.errors import InputError
+from autopar.units import format_bytes
+
+_EVERY_CONFIG = ("tie_word_embeddings", "pad_token_id", "bos_token_id", "eos_token_id", "is_encoder_decoder")
+_RUNTIME_SETS = ("attn_implementation", "use_cache", "dtype", "torch_dtype")
+
+
+def is_hugging_face(model: nn.Module) -> bool:
+    """Whether the model is a Hugging Face one; never imports transformers."""
+    module = sys.modules.get("transformers.modeling_utils")
+    return module is not None and isinstance(model, module.PreTrainedModel)
+
+
+def build_hugging_face(base: str, overrides: dict[str, Any], dtype: torch.dtype) -> nn.Module:
+    """The causal language model of a config class name, a folder with config.json or a config.json.
+
+    Attention runs as `sdpa`, without a key-value cache. The weights come from torch's current generator on torch's
+    current default device. Raises InputError.
+    """
+    config = _config(base, overrides)
+    auto = _attribute("AutoModelForCausalLM")
+    config.use_cache = False
+    try:
+        _check_size(auto, config, dtype)
+        model = auto.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    except InputError:
+        raise
+    except Exception as error:
+        what = f"{base}({', '.join(f'{k}={v!r}' for k, v in overrides.items())}) makes no causal language model"
+        raise InputError(what, why=_first_line(error), fix="change the settings that it names") from error
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"AutoModelForCausalLM gave a {type(model).__name__}")
+    return model
+
+
+def _check_size(auto: Any, config: Any, dtype: torch.dtype) -> None:
+    """Refuse a model larger than this machine's memory: building it would end the process without a word."""
+    if torch.get_default_device().type != "cpu":
+        return
+    with torch.device("meta"):
+        size_bytes = sum(p.nbytes for p in auto.from_config(config, dtype=dtype).parameters())
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if size_bytes > memory_bytes:
+        raise InputError(
+            f"{type(config).__name__} makes a model of {format_bytes(size_bytes)}",
+            why=f"this machine has {format_bytes(memory_bytes)}",
+            fix="check the sizes, or take a smaller model",
+        )
+
+
+def _config(base: str, overrides: dict[str, Any]) -> Any:
+    from_file = base.endswith(".json") or Path(base).is_dir()
+    fields = _read_json(Path(base)) if from_file else {}
+    kind = _config_class(str(fields.get("model_type"))) if from_file else _attribute(base)
+    _check_names(kind, overrides)
+    try:
+        if not from_file:
+            return kind(**overrides)
+        aliases = getattr(kind, "attribute_map", {})
+        named = {aliases.get(name, name): value for name, value in overrides.items()}
+        return kind.from_dict({**fields, **named})
+    except Exception as error:
+        what = f"{base} is not acceptable" if not overrides else f"{base} does not accept {_shown(overrides)}"
+        raise InputError(what, why=_first_line(error), fix="change the settings that it names") from error
+
+
+def _shown(overrides: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in overrides.items())
+
+
+def _first_line(error: Exception) -> str:
+    cause = error.__cause__ or error
+    return " ".join(str(cause).split())[:300] or type(cause).__name__
+
+
+def _check_names(kind: Any, overrides: dict[str, Any]) -> None:
+    """Refuse a setting that the config class does not know: it would be stored and change nothing."""
+    known = {*inspect.signature(kind.__init__).parameters, *getattr(kind, "attribute_map", {}), *_EVERY_CONFIG}
+    known -= {"self", "kwargs", *_RUNTIME_SETS}
+    for name in overrides:
+        if name in _RUNTIME_SETS:
+            raise InputError(f"{name} cannot be set in a MODEL", why="autopar sets it itself", fix=f"leave out {name}")
+        if name not in known:
+            near = difflib.get_close_matches(name, sorted(known), n=1)
+            raise InputError(
+                f"{kind.__name__} has no setting {name!r}",
+                why=f"it has {', '.join(sorted(known)[:12])}, ...",
+                fix=f"did you mean {near[0]}?" if near else f"see the documentation of {kind.__name__}",
+            )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    path = path / "config.json" if path.is_dir() else path
+    fix = "give a folder or file of a Hugging Face model with its config.json"
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(f"{path} does not exist", why="no such file", fix=fix) from None
+    except (OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
+        raise InputError(f"{path} is not JSON", why=str(error), fix=fix) from None
+    if not isinstance(fields, dict) or not isinstance(fields.get("model_type"), str):
+        kind = fields.get("kind") if isinstance(fields, dict) else None
+        why = "it has no model_type" if kind is None else f"it is a file of kind {kind!r}"
+        raise InputError(f"{path} is not a Hugging Face config", why=why, fix=fix)
+    return {name: value for name, value in fields.items() if name not in ("dtype", "torch_dtype")}
+
+
+def _config_class(model_type: str) -> Any:
+    mapping = _attribute("CONFIG_MAPPING")
+    if model_type not in mapping:
+        near = difflib.get_close_matches(model_type, list(mapping.keys()), n=3)
+        raise InputError(
+            f"model_type {model_type!r} is unknown",
+            why="the installed transformers has no such model",
+            fix=f"did you mean {', '.join(near)}?" if near else "update transformers, or check model_type",
+        )
+    return mapping[model_type]
+
+
+def _attribute(name: str) -> Any:
+    """transformers.<name>; InputError where transformers or the name does not exist."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    try:
+        module = importlib.import_module("transformers")
+    except ImportError as error:
+        raise InputError(
+            f"{name} needs the package transformers",
+            why=f"it cannot be imported: {_first_line(error)}",
+            fix="pip install 'autopar[hf]'",
+        ) from None
+    try:
+        return getattr(module, name)
+    except AttributeError:
+        near = _similar(name, [n for n in dir(module) if n.endswith("Config")])
+        raise InputError(
+            f"transformers has no config class {name!r}",
+            why=f"the nearest are {', '.join(near)}" if near else "none has a similar name",
+            fix=f"did you mean {near[0]}?" if near else "write for example LlamaConfig(hidden_size=128)",
+        ) from None
+
+
+def _similar(name: str, known: list[str]) -> list[str]:
+    """Up to three of `known` that differ little from `name`, whatever their case."""
+    by_lower = {k.lower().removesuffix("config"): k for k in known}
+    stem = name.lower().removesuffix("config")
+    return [by_lower[near] for near in difflib.get_close_matches(stem, list(by_lower), n=3)]
