@@ -42,6 +42,11 @@ class PlanCluster:
     memory_bytes: int
     profile: str = ""
 
+    def __post_init__(self) -> None:
+        for field, limit in (("world_size", 1 << 20), ("ranks_per_node", 1 << 20), ("memory_bytes", 1 << 60)):
+            if not 1 <= getattr(self, field) <= limit:
+                raise ValueError(f"PlanCluster.{field} must lie between 1 and {limit}, not {getattr(self, field)}")
+
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:

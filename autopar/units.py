@@ -47,14 +47,14 @@ def parse_bytes(text: str) -> int:
         )
     number, prefix, suffix = match.groups()
     factor = 1 if prefix is None else (_DECIMAL if suffix == "B" else _BINARY)[prefix]
-    size_bytes = round(float(number) * factor)
-    if not 1 <= size_bytes < 1 << 60:
+    size = float(number) * factor
+    if not 1 <= size < 1 << 60:
         raise InputError(
             f"{text!r} is not a sensible memory size",
             why="sizes go from 1 byte to 2^60 bytes",
             fix="write for example 24GiB",
         )
-    return size_bytes
+    return round(size)
 
 
 def format_bytes(size_bytes: float) -> str:

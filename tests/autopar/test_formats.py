@@ -1,0 +1,160 @@
+"""Files survive write, read, write byte for byte; no damaged file gives anything but InputError."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from autopar.errors import InputError
+from autopar.formats import write_file
+from autopar.measured import ClusterFile, ModelFile
+from autopar.plan import Plan
+from tests.values import GOLDEN, cluster_files, golden, model_files, plans
+
+KINDS: dict[str, type[Plan] | type[ClusterFile] | type[ModelFile]] = {
+    "plan.json": Plan,
+    "cluster.json": ClusterFile,
+    "model.json": ModelFile,
+}
+quick = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+
+
+@settings(quick, max_examples=60)
+@given(value=st.one_of(plans(), cluster_files(), model_files()))
+def test_write_read_write_gives_the_same_bytes(tmp_path: Path, value: Plan | ClusterFile | ModelFile) -> None:
+    path = tmp_path / "file.json"
+    value.save(path)
+    again = type(value).load(path)
+    assert again == value
+    again.save(tmp_path / "again.json")
+    assert (tmp_path / "again.json").read_bytes() == path.read_bytes()
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_golden_files(name: str) -> None:
+    value = golden()[name]
+    assert (GOLDEN / name).read_text(encoding="utf-8") == value.dumps(), "the schema changed: see CONTRIBUTING.md"
+    assert KINDS[name].load(GOLDEN / name) == value
+
+
+def _nodes(data: Any) -> list[tuple[Any, Any]]:
+    """Every (container, key) of the data."""
+    items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    found = []
+    for key, value in items:
+        found += [(data, key), *_nodes(value)]
+    return found
+
+
+junk = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(10**30), 10**30),
+    st.floats(),
+    st.text(max_size=5),
+    st.just([]),
+    st.just({}),
+    st.just([1]),
+    st.just({"a": 1}),
+)
+
+
+@settings(quick, max_examples=250)
+@given(name=st.sampled_from(sorted(KINDS)), data=st.data())
+def test_a_mutated_file_is_an_input_error_or_still_a_value(tmp_path: Path, name: str, data: st.DataObject) -> None:
+    content = json.loads((GOLDEN / name).read_text())
+    if name == "plan.json" and data.draw(st.booleans()):
+        content["predicted"] = None  # its count of ranks would otherwise catch every wrong world size
+    for _ in range(data.draw(st.integers(1, 3))):
+        nodes = _nodes(content)
+        container, key = nodes[data.draw(st.integers(0, len(nodes) - 1))]
+        match data.draw(st.sampled_from(("drop", "change", "rename", "add"))):
+            case "drop":
+                del container[key]
+            case "rename" if isinstance(container, dict):
+                container[data.draw(st.text(max_size=5))] = container.pop(key)
+            case "add" if isinstance(container, list):
+                container.append(data.draw(junk))
+            case _:
+                container[key] = data.draw(junk)
+    path = tmp_path / name
+    path.write_text(json.dumps(content))
+    with contextlib.suppress(InputError):
+        value = KINDS[name].load(path)
+        value.save(path)
+        assert KINDS[name].load(path) == value
+
+
+@settings(quick, max_examples=100)
+@given(name=st.sampled_from(sorted(KINDS)), data=st.data())
+def test_a_truncated_or_garbled_file_is_an_input_error(tmp_path: Path, name: str, data: st.DataObject) -> None:
+    whole = (GOLDEN / name).read_bytes()
+    cut = data.draw(st.integers(0, len(whole) - 3))
+    path = tmp_path / name
+    path.write_bytes(whole[:cut] + data.draw(st.binary(max_size=3)))
+    with pytest.raises(InputError):
+        KINDS[name].load(path)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"[]", b"null", b"3", b'"x"', b"\xff\xfe", b"[" * 100_000, b'{"kind": "other"}', b'{"a": NaN}', b"9" * 9999],
+)
+@pytest.mark.parametrize("name", KINDS)
+def test_foreign_content_is_an_input_error(tmp_path: Path, name: str, content: bytes) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(InputError):
+        KINDS[name].load(path)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_missing_file_and_a_folder_are_input_errors(tmp_path: Path, name: str) -> None:
+    for path in (tmp_path / "missing.json", tmp_path):
+        with pytest.raises(InputError):
+            KINDS[name].load(path)
+
+
+def test_one_kind_of_file_is_not_another() -> None:
+    for name in KINDS:
+        for other, kind in KINDS.items():
+            if other != name:
+                with pytest.raises(InputError, match=r"is not an? autopar\.\w+ file"):
+                    kind.load(GOLDEN / name)
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    write_file(path, "old")
+    with pytest.raises(UnicodeEncodeError):
+        write_file(path, "new \udc80")
+    assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == ["plan.json"]
+    with pytest.raises(InputError):
+        write_file(tmp_path / "missing" / "plan.json", "x")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(InputError):
+        write_file(tmp_path / "folder", "x")
+    assert sorted(os.listdir(tmp_path)) == ["folder", "plan.json"]
+
+
+def test_a_killed_writer_never_leaves_half_a_file(tmp_path: Path) -> None:
+    """A reader sees the old text or the new one, whenever the writer dies."""
+    path = tmp_path / "plan.json"
+    path.write_text("old" * 100_000)
+    program = f"from autopar.formats import write_file\nwhile True: write_file({str(path)!r}, 'new' * 100_000)"
+    writer = subprocess.Popen([sys.executable, "-c", program])
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        writer.wait(timeout=1)
+    writer.kill()
+    writer.wait()
+    assert path.read_text() in ("old" * 100_000, "new" * 100_000)

@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+
+from autopar.errors import InputError
+from autopar.plan import Plan
+from autopar.strategy import Strategy
+from tests.values import golden, model, plan, plans
+
+
+@settings(max_examples=40)
+@given(plans())
+def test_each_layer_stands_on_one_stage(any_plan: Plan) -> None:
+    held = [layer for stage in range(any_plan.pp) for layer in any_plan.stage_layers(stage)]
+    assert held == list(range(len(any_plan.strategies)))
+    assert all(layer in any_plan.stage_layers(any_plan.stage_of(layer)) for layer in held)
+
+
+def test_a_plan_that_fits_its_model_passes() -> None:
+    plan().check(model())
+
+
+def _strategies(*shorts: str) -> tuple[Strategy, ...]:
+    return tuple(Strategy.parse(short) for short in shorts)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"num_micro_batches": 3}, "global batch 16 is not divisible by 3"),
+        ({"strategies": _strategies(*["dp4"] * 5, "tp4")}, "head runs data parallel only"),
+        ({"strategies": _strategies("dp4", "dp2", *["dp4"] * 4)}, "occupies 2 ranks"),
+        ({"strategies": _strategies("dp4", "dp4-z1", *["dp4"] * 4)}, "ZeRO-1"),
+    ],
+)
+def test_check_names_what_cannot_run(change: dict[str, object], words: str) -> None:
+    with pytest.raises(InputError) as caught:
+        replace(plan(), **change).check(model())  # type: ignore[arg-type]
+    assert words in str(caught.value)
+
+
+def test_check_refuses_another_model() -> None:
+    with pytest.raises(InputError, match="another model"):
+        plan().check(replace(model(), fingerprint="f"))
+    with pytest.raises(InputError, match="one strategy per layer"):
+        plan().check(model(5))
+    mixed = replace(plan(), strategies=_strategies("dp4", *["dp4"] * 4, "dp4-z3"))
+    with pytest.raises(InputError, match="embed and head share parameters"):
+        mixed.check(model(tied=True))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"pp": 3},
+        {"pp": 0},
+        {"num_micro_batches": 0},
+        {"layers_per_stage": (6, 0)},
+        {"layers_per_stage": (5,)},
+        {"strategies": _strategies("dp4"), "layers_per_stage": (1,)},
+    ],
+)
+def test_counts_that_do_not_agree_are_a_callers_bug(change: dict[str, object]) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011
+        replace(plan(), **change)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ('"2": "dp4-z3-r"', '"3": "dp4-z3-r"', "the next block is 2"),
+        ('"0-1": "dp2-tp2s"', '"0-999999": "dp2-tp2s"', "absurd"),
+        ('"a0": 2', '"a0": 3', "does not fit the cluster"),
+        ('"pp": 1', '"pp": 3', "pp 3 does not divide the world size 4"),
+        ('"world_size": 4', '"world_size": 0', "world_size"),
+        ('"embed": "dp4-z3"', '"embed": "dp4-z9"', "is not a strategy"),
+        ('"embed: dp4-z3"', '"embed = dp4-z3"', "is not a pin"),
+        ('"num_micro_batches": 2,', '"num_micro_batchs": 2,', "did you mean 'num_micro_batches'?"),
+        ('"schema": 1', '"schema": 2', "reads schema 1"),
+        ('"global_batch": 16', '"global_batch": -16', "global_batch"),
+        ('"global_batch": 16', '"global_batch": 16.5', "a whole number"),
+    ],
+)
+def test_a_file_that_contradicts_itself_is_refused_by_field(tmp_path: Path, old: str, new: str, words: str) -> None:
+    text = golden()["plan.json"].dumps()
+    assert old in text
+    path = tmp_path / "plan.json"
+    path.write_text(text.replace(old, new, 1))
+    with pytest.raises(InputError) as caught:
+        Plan.load(path)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("world_size", [0, -4, 1 << 21, 10**30])
+def test_an_absurd_world_is_refused_also_without_a_prediction(tmp_path: Path, world_size: int) -> None:
+    content = json.loads(golden()["plan.json"].dumps())
+    content["predicted"] = None
+    content["cluster"]["world_size"] = world_size
+    (tmp_path / "plan.json").write_text(json.dumps(content))
+    with pytest.raises(InputError, match="is not acceptable") as caught:
+        Plan.load(tmp_path / "plan.json")
+    assert "world_size" in caught.value.why
