@@ -11,6 +11,8 @@ import inspect
 import json
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from autopar.errors import InputError
 from autopar.units import format_bytes
 
 _EVERY_CONFIG = ("tie_word_embeddings", "pad_token_id", "bos_token_id", "eos_token_id", "is_encoder_decoder")
+_MOST_LAYERS = 10_000
 _RUNTIME_SETS = ("attn_implementation", "use_cache", "dtype", "torch_dtype")
 
 
@@ -36,7 +39,12 @@ def build_hugging_face(base: str, overrides: dict[str, Any], dtype: torch.dtype)
     Attention runs as `sdpa`, without a key-value cache. The weights come from torch's current generator on torch's
     current default device. Raises InputError.
     """
-    config = _config(base, overrides)
+    with _quiet():
+        config = _config(base, overrides)
+        return _build(base, overrides, config, dtype)
+
+
+def _build(base: str, overrides: dict[str, Any], config: Any, dtype: torch.dtype) -> nn.Module:
     auto = _attribute("AutoModelForCausalLM")
     config.use_cache = False
     try:
@@ -45,7 +53,7 @@ def build_hugging_face(base: str, overrides: dict[str, Any], dtype: torch.dtype)
     except InputError:
         raise
     except Exception as error:
-        what = f"{base}({', '.join(f'{k}={v!r}' for k, v in overrides.items())}) makes no causal language model"
+        what = f"{base}({_shown(overrides)}) makes no causal language model"
         raise InputError(what, why=_first_line(error), fix="change the settings that it names") from error
     if not isinstance(model, nn.Module):
         raise TypeError(f"AutoModelForCausalLM gave a {type(model).__name__}")
@@ -54,6 +62,9 @@ def build_hugging_face(base: str, overrides: dict[str, Any], dtype: torch.dtype)
 
 def _check_size(auto: Any, config: Any, dtype: torch.dtype) -> None:
     """Refuse a model larger than this machine's memory: building it would end the process without a word."""
+    layers = getattr(config, "num_hidden_layers", 0)
+    if isinstance(layers, int) and layers > _MOST_LAYERS:
+        raise InputError(f"{layers} layers are absurd", why=f"at most {_MOST_LAYERS} are built", fix="check the sizes")
     if torch.get_default_device().type != "cpu":
         return
     with torch.device("meta"):
@@ -65,6 +76,18 @@ def _check_size(auto: Any, config: Any, dtype: torch.dtype) -> None:
             why=f"this machine has {format_bytes(memory_bytes)}",
             fix="check the sizes, or take a smaller model",
         )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the advice that transformers logs about token ids and heads: it is about text, which we do not make."""
+    log = _attribute("logging")
+    level = log.get_verbosity()
+    log.set_verbosity_error()
+    try:
+        yield
+    finally:
+        log.set_verbosity(level)
 
 
 def _config(base: str, overrides: dict[str, Any]) -> Any:

@@ -116,6 +116,9 @@ def _is_config_path(base: str) -> bool:
 
 
 def _no_model(base: str) -> InputError:
+    if "(" in base:
+        why, fix = "its bracket is not closed", "write for example LlamaConfig(hidden_size=128)"
+        return InputError(f"{base!r} is not a MODEL", why=why, fix=fix)
     if "/" in base or Path(base).exists():
         why = f"no such file; a MODEL is {_FORMS}" if not Path(base).exists() else f"a MODEL is {_FORMS}"
         return InputError(f"{base} is not a MODEL", why=why, fix="check the path (nothing is downloaded)")
