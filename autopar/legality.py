@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from autopar.axes import RankMesh, divisors
 from autopar.model import LayerKind
+from autopar.request import Schedule
 from autopar.strategy import Strategy
 
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from autopar.axes import RankMesh
 from autopar.errors import InputError
 from autopar.formats import dumps, from_plain, read_file, to_plain, write_file
-from autopar.legality import why_batch_illegal, why_illegal
+from autopar.legality import why_batch_illegal, why_illegal, why_schedule_illegal
 from autopar.model import ModelSpec, layer_names
 from autopar.request import Pin, Request, Schedule
 from autopar.strategy import Strategy
@@ -164,7 +164,9 @@ class Plan:
                 fix="search again for this model",
             )
         mesh = self.mesh
-        reason = why_batch_illegal(self.request.global_batch, self.num_micro_batches, mesh)
+        reason = why_batch_illegal(self.request.global_batch, self.num_micro_batches, mesh) or why_schedule_illegal(
+            self.schedule, pp=self.pp, num_micro_batches=self.num_micro_batches
+        )
         if reason:
             raise InputError(
                 "the plan's batch is not legal", why=reason, fix="change global_batch or the micro-batches"

@@ -1,0 +1,70 @@
+"""Process groups of the factored mesh: one per distinct set of ranks, made once, in the same order on every rank."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar.axes import RankMesh
+
+
+class RankGroups:
+    """The process groups along sets of mesh axes, cached by rank tuple.
+
+    Every rank of the world must ask for the same sets of axes in the same order, since making a group is a
+    collective of the whole world.
+    """
+
+    def __init__(self, mesh: RankMesh, device: str = "cpu") -> None:
+        if dist.get_world_size() != mesh.world_size:
+            raise ValueError(f"the mesh has {mesh.world_size} ranks, the world {dist.get_world_size()}")
+        self.mesh, self.device = mesh, device
+        self.rank = dist.get_rank()
+        self.stage, self.place = divmod(self.rank, mesh.ranks_per_stage)
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {tuple(range(mesh.world_size)): dist.group.WORLD}
+        self._meshes: dict[tuple[int, ...], DeviceMesh] = {}
+
+    def _group(self, mine: tuple[int, ...], everyone: list[tuple[int, ...]]) -> dist.ProcessGroup:
+        for ranks in everyone:
+            if ranks not in self._groups:
+                group = dist.new_group(list(ranks))
+                if self.rank in ranks:
+                    self._groups[ranks] = group
+                else:
+                    self._groups.setdefault(ranks, dist.GroupMember.NON_GROUP_MEMBER)
+        return self._groups[mine]
+
+    def along(self, axes: tuple[str, ...]) -> dist.ProcessGroup:
+        """The group of the ranks of this stage that differ from this one only along `axes`."""
+        everyone = [ranks for stage in range(self.mesh.pp) for ranks in self.mesh.groups(axes, stage)]
+        return self._group(self.mesh.group(self.rank, axes), everyone)
+
+    def mesh_along(self, axes: tuple[str, ...]) -> DeviceMesh:
+        """The same as a one-dimensional DeviceMesh, as fully_shard takes it."""
+        ranks = self.mesh.group(self.rank, axes)
+        group = self.along(axes)
+        if ranks not in self._meshes:
+            self._meshes[ranks] = DeviceMesh.from_group(group, self.device)
+        return self._meshes[ranks]
+
+    def pipeline(self) -> dist.ProcessGroup:
+        """The group of the ranks with this place on every stage, in stage order."""
+        return self._across(tuple(range(self.mesh.pp)))
+
+    def ends(self) -> dist.ProcessGroup:
+        """The group of the two ranks with this place on the first and last stage (for ranks of those stages)."""
+        return self._across((0, self.mesh.pp - 1))
+
+    def _across(self, stages: tuple[int, ...]) -> dist.ProcessGroup:
+        width = self.mesh.ranks_per_stage
+        everyone = [tuple(stage * width + place for stage in stages) for place in range(width)]
+        return self._group(everyone[self.place], everyone)
+
+    def prepare(self) -> None:
+        """Make the groups of all sets of axes, so that later calls are not collectives."""
+        names = self.mesh.names
+        for count in range(1, len(names) + 1):
+            for axes in combinations(names, count):
+                self.along(axes)

@@ -1,0 +1,90 @@
+"""Moving an activation between the layouts of two layers: a gather or a slice per mesh axis, never a reduction.
+
+A gather's backward is a slice and the reverse: the ranks that hold the same slice compute the same value from it, so
+their gradients are equal and complete already. Checked against DTensor's redistribute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopar.axes import Layout
+
+GroupOf = Callable[[str], dist.ProcessGroup]
+"""The process group of this rank along one axis."""
+
+
+def gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """All slices along `dim` of the group's ranks, put together in rank order; not differentiable."""
+    size = dist.get_world_size(group)
+    if size == 1:
+        return x
+    x = x.contiguous()
+    whole = x.new_empty((size * x.shape[0], *x.shape[1:]))
+    dist.all_gather_into_tensor(whole, x, group=group)
+    if dim == 0:
+        return whole
+    return torch.cat(whole.chunk(size, 0), dim)
+
+
+def cut(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """This rank's slice of `x` along `dim`, contiguous; not differentiable.
+
+    Raises ValueError when the size does not divide.
+    """
+    size = dist.get_world_size(group)
+    if x.shape[dim] % size:
+        raise ValueError(f"dimension {dim} of {tuple(x.shape)} is not divisible by {size} ranks")
+    return x.chunk(size, dim)[dist.get_rank(group)].clone(memory_format=torch.contiguous_format)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return gather(x, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return cut(grads[0], ctx.dim, ctx.group), None, None
+
+
+class _Cut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return cut(x, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return gather(grads[0], ctx.dim, ctx.group), None, None
+
+
+def relayout(x: Tensor, source: Layout, target: Layout, group_of: GroupOf, *, batch_dim: int = 0) -> Tensor:
+    """The same activation in another layout; differentiable.
+
+    x: samples along `batch_dim`, sequence along the next. Common leading axes stay; the others of `source` are
+    gathered, innermost first, then those of `target` cut. Cost: one all-gather per gathered axis forward, one per
+    cut axis backward.
+    """
+    pairs = ((batch_dim, source.batch, target.batch), (batch_dim + 1, source.sequence, target.sequence))
+    kept = [_common_prefix(old, new) for _, old, new in pairs]
+    for (dim, old, _), keep in zip(pairs, kept, strict=True):
+        for axis in reversed(old[keep:]):
+            x = _Gather.apply(x, dim, group_of(axis))
+    for (dim, _, new), keep in zip(pairs, kept, strict=True):
+        for axis in new[keep:]:
+            x = _Cut.apply(x, dim, group_of(axis))
+    return x
+
+
+def _common_prefix(old: tuple[str, ...], new: tuple[str, ...]) -> int:
+    keep = 0
+    while keep < min(len(old), len(new)) and old[keep] == new[keep]:
+        keep += 1
+    return keep

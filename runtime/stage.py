@@ -1,0 +1,165 @@
+"""One stage of a model: any contiguous part of its chain, run by the model's own forward.
+
+Blocks of other stages become pass-throughs without parameters, foreign parameters of embedding and head become
+stubs of stride 0 (right shape, no memory). The received activation is fed in at the input of the first own layer; after
+the last own layer the forward is left early. Masks, positions and rotary tables are thus computed by the model itself
+on every stage, and parameter names stay as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.runtime.structure import Structure, argument
+
+LossFunction = Callable[[Any, Mapping[str, Tensor]], tuple[Tensor, Tensor]]
+"""(what the model returned, the batch) -> (sum of the losses, number of their tokens or samples)."""
+
+
+class _LeftEarly(Exception):
+    """Carries the hidden state out of the model's forward."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__()
+        self.hidden = hidden
+
+
+class PassThrough(nn.Module):
+    """Stands for a block of another stage: returns the hidden state as that block would, without parameters."""
+
+    def __init__(self, structure: Structure) -> None:
+        super().__init__()
+        self._hidden, self._length = structure.hidden, structure.output_length
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The hidden state, in a tuple of the block's length where the block returns one."""
+        hidden = argument(args, kwargs, self._hidden)
+        return (hidden, *(None,) * (self._length - 1)) if self._length else hidden
+
+
+def replace_argument(
+    args: tuple[Any, ...], kwargs: dict[str, Any], key: int | str, value: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with the one at `key` (position or keyword) replaced."""
+    if isinstance(key, int):
+        return (*args[:key], value, *args[key + 1 :]), kwargs
+    return args, {**kwargs, key: value}
+
+
+class StageBody(nn.Module):
+    """The part `layers` of a model's chain as a module.
+
+    forward(hidden, **batch): `hidden` is what the stage before sent (None on the first). Returns the hidden state
+    after the last layer, or, when the stage holds the head, what the model returns.
+    The model is changed in place: layers outside `layers` lose their parameters.
+    """
+
+    def __init__(self, model: nn.Module, structure: Structure, layers: range) -> None:
+        super().__init__()
+        self.model = model
+        self.structure = structure
+        self.layers = layers
+        self.holds_embed = layers[0] == 0
+        self.holds_head = layers[-1] == structure.num_blocks + 1
+        self._fed: Tensor | None = None
+        self._drop_foreign_parameters()
+        self._attach_feed()
+
+    def blocks(self) -> dict[int, nn.Module]:
+        """The own blocks by their number."""
+        held = self.model.get_submodule(self.structure.blocks)
+        return {n: held.get_submodule(str(n)) for n in range(self.structure.num_blocks) if n + 1 in self.layers}
+
+    def _drop_foreign_parameters(self) -> None:
+        structure = self.structure
+        held = self.model.get_submodule(structure.blocks)
+        assert isinstance(held, nn.ModuleList)
+        for number in range(structure.num_blocks):
+            if number + 1 not in self.layers:
+                held[number] = PassThrough(structure)
+        own = {*(structure.embed_parameters if self.holds_embed else ())}
+        own |= {*(structure.head_parameters if self.holds_head else ())}
+        for name in {*structure.embed_parameters, *structure.head_parameters} - own:
+            path, _, leaf = name.rpartition(".")
+            owner = self.model.get_submodule(path)
+            stub = _stub(getattr(owner, leaf))
+            del owner._parameters[leaf]
+            owner.register_buffer(leaf, stub, persistent=False)
+
+    def _attach_feed(self) -> None:
+        if self.holds_embed:
+            return
+        held = self.model.get_submodule(self.structure.blocks)
+        entry = held.get_submodule(str(min(self.layers[0] - 1, self.structure.num_blocks - 1)))
+
+        def feed(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            fed, self._fed = self._fed, None
+            return replace_argument(args, kwargs, self.structure.hidden, fed)
+
+        entry.register_forward_pre_hook(feed, with_kwargs=True, prepend=True)
+
+    def attach_exit(self) -> None:
+        """Leave the forward after the last own layer. Call it when all other hooks of the blocks are in place."""
+        if self.holds_head:
+            return
+        held = self.model.get_submodule(self.structure.blocks)
+        if self.layers[-1] == 0:
+
+            def leave_before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+                raise _LeftEarly(argument(args, kwargs, self.structure.hidden))
+
+            held.get_submodule("0").register_forward_pre_hook(leave_before, with_kwargs=True)
+            return
+
+        def leave_after(module: nn.Module, args: Any, output: Any) -> None:
+            raise _LeftEarly(output[0] if self.structure.output_length else output)
+
+        held.get_submodule(str(self.layers[-1] - 1)).register_forward_hook(leave_after)
+
+    def forward(self, hidden: Tensor | None, **batch: Tensor) -> Any:
+        """The hidden state after the last own layer, or the model's output when the stage holds the head."""
+        self._fed = hidden
+        try:
+            return self.model(**batch)
+        except _LeftEarly as left:
+            # The traceback holds the frames of the whole forward, and with them every local tensor.
+            left.__traceback__ = None
+            return left.hidden
+
+
+def _stub(parameter: Tensor) -> Tensor:
+    zero = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
+    return zero.expand(parameter.shape)
+
+
+class StageModule(nn.Module):
+    """A stage as the pipeline runs it: hidden in, hidden out, and on the last stage the sum of the losses.
+
+    It stays a plain module around `body` (which may be sharded), so that a pipeline schedule leaves the gradient
+    synchronisation of sharded layers to themselves, micro-batch by micro-batch. `counted` holds, micro-batch by
+    micro-batch, the (sum, count) of the losses since `reset`.
+    """
+
+    def __init__(self, body: StageBody, loss: LossFunction) -> None:
+        super().__init__()
+        self.body = body
+        self._loss = loss
+        self.counted: list[tuple[Tensor, Tensor]] = []
+
+    def reset(self) -> None:
+        """Forget the counted losses."""
+        self.counted.clear()
+
+    def forward(self, hidden: Tensor | None, **batch: Tensor) -> Tensor:
+        """The hidden state for the next stage, or the sum of the losses over this rank's tokens."""
+        output = self.body(None if self.body.holds_embed else hidden, **batch)
+        if not self.body.holds_head:
+            assert isinstance(output, Tensor)
+            return output.clone() if output._is_view() else output
+        total, count = self._loss(output, batch)
+        self.counted.append((total.detach(), count))
+        return total

@@ -1,0 +1,41 @@
+"""ZeRO-2 and ZeRO-3 layer by layer, on stock fully_shard; each layer over its own data-parallel ranks.
+
+Every reduction is a plain sum: fully_shard's own average divides by each layer's own number of ranks, which is
+silently wrong where layers differ in it. On gloo the sum must be forced before the factor is set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from autopar.runtime.stage import StageBody
+
+
+def owners(model: nn.Module, names: Iterable[str]) -> list[nn.Module]:
+    """The modules that hold these parameters directly, each once, in order."""
+    found: dict[int, nn.Module] = {}
+    for name in names:
+        module = model.get_submodule(name.rpartition(".")[0])
+        found.setdefault(id(module), module)
+    return list(found.values())
+
+
+def shard_modules(modules: list[nn.Module], mesh: DeviceMesh, *, keep_unsharded: bool) -> None:
+    """Shard the parameters of these modules together over `mesh`; ZeRO-2 keeps them whole from forward to backward."""
+    fully_shard(modules if len(modules) > 1 else modules[0], mesh=mesh, reshard_after_forward=not keep_unsharded)
+
+
+def shard_root(body: StageBody, mesh: DeviceMesh, ignored: set[nn.Parameter]) -> None:
+    """Make the stage the root of its sharded layers, so that they share streams and prefetch; then force plain sums.
+
+    ignored: the parameters that no ZeRO layer holds.
+    """
+    fully_shard(body, mesh=mesh, ignored_params=ignored)
+    for module in body.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_gradient_divide_factor(1.0)
