@@ -1,0 +1,5 @@
+"""`python -m autopar`, the same as `autopar`."""
+
+from autopar.cli import main
+
+main()

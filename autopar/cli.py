@@ -1,0 +1,166 @@
+"""The command line. It only speaks: the rooms do the work, and are imported by the command that needs them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
+
+import typer
+
+from autopar.errors import AutoparError, InputError, UsageError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+INTERRUPTED = 130
+_CLICK_ERROR: type[Exception] = next(k for k in typer.BadParameter.__mro__ if k.__name__ == "ClickException")
+
+app = typer.Typer(
+    name="autopar",
+    help="Find, prove and run the best layer-wise hybrid-parallel plan for a PyTorch model.",
+    epilog="Exit codes: 0 done, 1 bug, 2 usage, 3 bad input, 4 nothing fits, 5 run failed, 130 interrupted.",
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+profile_app = typer.Typer(help="Measure this machine, or a model on it.", rich_markup_mode=None)
+app.add_typer(profile_app, name="profile")
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object for machines.")]
+Out = Annotated[Path, typer.Option("--output", "-o", help="The file to write.")]
+Nproc = Annotated[int | None, typer.Option(min=1, max=256, help="How many local processes (default: GPUs, or 4).")]
+Device = Annotated[Literal["cpu", "cuda"] | None, typer.Option(help="Where (default: cuda where there is one).")]
+Seq = Annotated[int | None, typer.Option("--seq", min=1, max=1 << 24, help="Tokens of one sample.")]
+Dtype = Annotated[str, typer.Option(help="fp32, bf16, ...")]
+Steps = Annotated[int, typer.Option(min=1, max=1_000_000, help="How many optimizer steps.")]
+Text = Annotated[Path | None, typer.Option(help="Text to train on (default: Python's own help topics).")]
+PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan.json.")]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from autopar import __version__
+
+        print(f"autopar {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
+) -> None:
+    """Options that stand before the command."""
+
+
+@profile_app.command("cluster")
+def profile_cluster(
+    output: Out = Path("cluster.json"), device: Device = None, nproc: Nproc = None, json: Json = False
+) -> None:
+    """Measure the links, the memory and the versions of this machine."""
+    from autopar.profiler.links import profile_links
+    from autopar.progress import progress
+
+    _check_writable(output)
+    with progress("profile cluster") as report:
+        found = profile_links(device=device, nproc=nproc, progress=report)
+    found.save(output)
+    _answer(output, found.dumps(), json)
+
+
+@profile_app.command("model")
+def profile_model(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A config class, folder, config.json, or code:function.")
+    ],
+    output: Out = Path("model.json"),
+    seq: Seq = None,
+    dtype: Dtype = "fp32",
+    set_: Annotated[list[str] | None, typer.Option("--set", metavar="K=V", help="A setting of MODEL.")] = None,
+    nproc: Nproc = None,
+    json: Json = False,
+) -> None:
+    """Measure the layers of MODEL: time, parameters, activations, and which tensor-parallel degrees they allow."""
+
+
+@app.command()
+def search(
+    model: Annotated[Path, typer.Option(help="A model.json of `profile model`.")],
+    cluster: Annotated[Path, typer.Option(help="A cluster.json of `profile cluster`.")],
+    global_batch: Annotated[
+        int, typer.Option(min=1, max=1 << 40, help="Samples of one optimizer step over all ranks.")
+    ],
+    memory: Annotated[str | None, typer.Option(help="Budget of one rank, e.g. 24GiB (default: all it has).")] = None,
+    seq: Seq = None,
+    dtype: Annotated[str | None, typer.Option(help="fp32, bf16, ... (default: as profiled).")] = None,
+    pp: Annotated[
+        list[int] | None, typer.Option(min=1, help="Allow this many stages (repeatable; default: all).")
+    ] = None,
+    micro_batches: Annotated[list[int] | None, typer.Option(min=1, help="Allow this many (repeatable).")] = None,
+    pin: Annotated[list[str] | None, typer.Option(help='Fix layers, e.g. "0-3: dp4-z3" (repeatable).')] = None,
+    output: Out = Path("plan.json"),
+    json: Json = False,
+) -> None:
+    """Find the fastest plan that fits. Loads no torch."""
+
+
+@app.command()
+def run(plan: PlanFile, text: Text = None, steps: Steps = 20, json: Json = False) -> None:
+    """Train by PLAN in local processes; measured beside predicted."""
+
+
+@app.command()
+def verify(plan: PlanFile, json: Json = False) -> None:
+    """Compare PLAN with one process on a small replica: the loss and every gradient."""
+
+
+@app.command()
+def demo(
+    nproc: Annotated[int, typer.Option(min=1, max=64, help="How many local processes.")] = 4,
+    text: Text = None,
+    steps: Steps = 30,
+    out: Annotated[Path, typer.Option(help="The folder for its files.")] = Path("autopar-demo"),
+    json: Json = False,
+) -> None:
+    """The whole loop on this machine: profile, search, verify, train a small Llama on real text."""
+
+
+def _check_writable(path: Path) -> None:
+    """Raise InputError, before any work is done, when `path` cannot become a file."""
+    if path.is_dir() or not path.resolve().parent.is_dir():
+        why = "it is a folder" if path.is_dir() else f"there is no folder {path.parent}"
+        raise InputError(f"{path} cannot be written", why=why, fix="name a file in a folder that exists")
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line and exit: the one place that turns an error into words and an exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a table must not fail on an ASCII terminal
+    try:
+        code = typer.main.get_command(app).main(args=arguments, prog_name="autopar", standalone_mode=False)
+        if code == INTERRUPTED:
+            raise KeyboardInterrupt
+    except AutoparError as error:
+        _end(error)
+    except _CLICK_ERROR as error:
+        _end(_usage_error(error))
+    except (KeyboardInterrupt, typer.Abort):
+        print("interrupted: files already written are kept", file=sys.stderr)
+        sys.exit(INTERRUPTED)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _end(error: AutoparError) -> NoReturn:
+    print(f"error: {error}", file=sys.stderr)
+    sys.exit(error.exit_code)
+
+
+def _usage_error(error: Exception) -> UsageError:
+    """Our words for what typer found wrong with the command line."""
+    context = getattr(error, "ctx", None)
+    path = context.command_path if context else "autopar"
+    usage = context.get_usage().removeprefix("Usage: ") if context else "autopar COMMAND"
+    what = error.format_message() if hasattr(error, "format_message") else str(error)
+    return UsageError(what.rstrip("."), why=f"the usage is {' '.join(usage.split())}", fix=f"see {path} --help")

@@ -1,0 +1,177 @@
+"""Plans and measurements for people: tables, a loss curve, words. From values to text; prints nothing itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+from typing import TYPE_CHECKING
+
+from autopar.model import layer_names
+from autopar.plan import Plan
+from autopar.strategy import Strategy
+from autopar.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+
+_BARS = "▁▂▃▄▅▆▇█"
+_PIPED_WIDTH = 110
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Neighbouring layers of one stage under one strategy: the first and last place of the chain."""
+
+    first: int
+    last: int
+    stage: int
+    strategy: Strategy
+
+
+def runs(plan: Plan) -> tuple[Run, ...]:
+    """The plan run by run: neighbouring blocks of one stage and strategy together, embed and head by themselves."""
+    last = len(plan.strategies) - 1
+
+    def kind(layer: int) -> tuple[str, int, Strategy]:
+        role = {0: "embed", last: "head"}.get(layer, "block")
+        return role, plan.stage_of(layer), plan.strategies[layer]
+
+    found = []
+    for (_, stage, strategy), layers in groupby(range(last + 1), key=kind):
+        places = list(layers)
+        found.append(Run(first=places[0], last=places[-1], stage=stage, strategy=strategy))
+    return tuple(found)
+
+
+def strategy_words(strategy: Strategy) -> str:
+    """The strategy in words: `data parallel 4, ZeRO-3, recomputed`."""
+    parts = [f"data parallel {strategy.dp}"] if strategy.dp > 1 else []
+    if strategy.zero:
+        over = f" over {strategy.shard}" if strategy.shard else ""
+        parts.append(f"ZeRO-{strategy.zero}{over}")
+    if strategy.tp > 1:
+        norms = " with sequence-parallel norms" if strategy.sequence_norms else ""
+        parts.append(f"tensor parallel {strategy.tp}{norms}")
+    for degree, name in (
+        (strategy.sp, "Ulysses"),
+        (strategy.cp, "context parallel"),
+        (strategy.ep, "expert parallel"),
+    ):
+        if degree > 1:
+            parts.append(f"{name} {degree}")
+    parts = parts or ["one rank"]
+    if strategy.recompute != "none":
+        parts.append({"full": "recomputed", "selective": "partly recomputed"}[strategy.recompute])
+    return ", ".join(parts)
+
+
+def plan_table(plan: Plan) -> Table:
+    """The plan layer by layer: which layers stand where and how they are spread."""
+    from rich.table import Table
+
+    table = Table(title=f"plan for {plan.model.name or plan.model.source}", title_justify="left")
+    for name in ("layers", "stage", "ranks", "strategy", "in words"):
+        table.add_column(name, no_wrap=name != "in words")
+    names, per_stage = layer_names(len(plan.strategies)), plan.mesh.ranks_per_stage
+    for run in runs(plan):
+        layers = names[run.first] if run.first == run.last else f"{names[run.first]}-{names[run.last]}"
+        ranks = span(run.stage * per_stage, (run.stage + 1) * per_stage - 1)
+        table.add_row(layers, str(run.stage), ranks, run.strategy.short, strategy_words(run.strategy))
+    return table
+
+
+def span(first: int, last: int) -> str:
+    """`3` or `0-3`."""
+    return str(first) if first == last else f"{first}-{last}"
+
+
+def plan_facts(plan: Plan) -> str:
+    """The lines under the table: batch, schedule, what is predicted, and how good the plan is."""
+    request = plan.request
+    lines = [
+        f"global batch {request.global_batch} in {plan.num_micro_batches} micro-batches of {plan.micro_batch}, "
+        f"sequence {request.sequence}, {request.dtype}, {request.optimizer}, "
+        + (f"{plan.pp} stages ({plan.schedule})" if plan.pp > 1 else "no pipeline")
+    ]
+    budget_bytes = request.memory_bytes or plan.cluster.memory_bytes
+    if plan.predicted is not None:
+        worst = plan.predicted.memory[plan.predicted.worst_rank]
+        parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in worst.parts_bytes.items() if size)
+        lines += [
+            f"predicted step {format_seconds(plan.predicted.step_s)} ({plan.predicted.origin})",
+            f"predicted peak {format_bytes(worst.peak_bytes)} on rank {plan.predicted.worst_rank} "
+            f"of a budget of {format_bytes(budget_bytes)}: {parts}",
+        ]
+    if plan.certificate is not None:
+        certificate = plan.certificate
+        how = "optimal" if certificate.status == "optimal" else f"within {certificate.gap:.1%} of optimal"
+        checked = f", agreed by {', '.join(certificate.verified_by)}" if certificate.verified_by else ""
+        lines.append(f"{how} for the tables of this profile, says solver {certificate.solver}{checked}")
+    return "\n".join(lines)
+
+
+def comparison_table(plan: Plan, *, step_s: float, peak_memory_bytes: Sequence[int]) -> Table:
+    """Predicted beside measured: the step, then the peak memory of every rank."""
+    from rich.table import Table
+
+    table = Table(title="predicted and measured", title_justify="left")
+    table.add_column("what", no_wrap=True)
+    for name in ("predicted", "measured", "difference"):
+        table.add_column(name, justify="right", no_wrap=True)
+    predicted = plan.predicted
+    table.add_row(
+        "step",
+        format_seconds(predicted.step_s) if predicted else "-",
+        format_seconds(step_s),
+        difference(predicted.step_s, step_s) if predicted else "-",
+    )
+    for rank, measured_bytes in enumerate(peak_memory_bytes):
+        peak_bytes = predicted.memory[rank].peak_bytes if predicted else None
+        table.add_row(
+            f"peak memory, rank {rank}",
+            "-" if peak_bytes is None else format_bytes(peak_bytes),
+            format_bytes(measured_bytes),
+            "-" if peak_bytes is None else difference(peak_bytes, measured_bytes),
+        )
+    return table
+
+
+def difference(predicted: float, measured: float) -> str:
+    """By how much the prediction is off, of the measured: `+3.2 %` is too high."""
+    return f"{100 * (predicted - measured) / measured:+.1f} %" if measured else "-"
+
+
+def sparkline(values: Sequence[float], width: int = 60) -> str:
+    """The values as a line of bars, lowest to highest; neighbours are averaged where there are more than `width`."""
+    count = min(width, len(values))
+    edges = [i * len(values) // count for i in range(count + 1)] if count else []
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+    if not means:
+        return ""
+    low, high = min(means), max(means)
+    if not low < high:
+        return _BARS[0] * count
+    return "".join(_BARS[min(len(_BARS) - 1, int((v - low) / (high - low) * len(_BARS)))] for v in means)
+
+
+def loss_line(losses: Sequence[float]) -> str:
+    """The loss from first to last step, with its curve."""
+    if not losses:
+        return "no step was run"
+    return f"loss {losses[0]:.3f} -> {losses[-1]:.3f} over {len(losses)} steps  {sparkline(losses)}"
+
+
+def render(*parts: RenderableType, width: int | None = None, color: bool = False) -> str:
+    """The parts as text, one under the other; plain unless `color`."""
+    import io
+
+    from rich.console import Console
+    from rich.text import Text
+
+    out = io.StringIO()
+    console = Console(file=out, width=width or _PIPED_WIDTH, force_terminal=color, highlight=False, emoji=False)
+    for part in parts:
+        console.print(Text(part) if isinstance(part, str) else part, soft_wrap=isinstance(part, str))
+    return out.getvalue()
