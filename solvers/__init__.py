@@ -1,1 +1,17 @@
 """Optimisers over plain numpy tables. They choose; `autopar.price.score` adds up."""
+
+from autopar.solvers.chain import ChainChoice, score_chain, solve_chain
+from autopar.solvers.lean import excess_bytes, leanest, leanest_of
+from autopar.solvers.pipeline import TableChoice, solve_pipeline, solve_table
+
+__all__ = [
+    "ChainChoice",
+    "TableChoice",
+    "excess_bytes",
+    "leanest",
+    "leanest_of",
+    "score_chain",
+    "solve_chain",
+    "solve_pipeline",
+    "solve_table",
+]

@@ -1,0 +1,115 @@
+"""The best tables, cuts and strategies of all: exact in each table, best first over tables.
+
+    minimise  sum_i T_i + (micro_batches - 1) * max_i T_i     (autopar.price has the terms)
+
+What is proven is this objective, a surrogate of the simulated step.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time as clock
+from bisect import insort
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from autopar.errors import RunError
+from autopar.price import INFEASIBLE, Choice, CostTables, Score, score
+from autopar.solvers.segment import FORBIDDEN
+from autopar.solvers.table import TableSearch, check, quick_bound, search_table
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableChoice:
+    """The best choice of one table of several.
+
+    table: its place in the sequence; score: what the choice adds up to; lower_bound_ns: no choice of *any* table is
+    below it, so the first of a shortlist is optimal over all tables when its objective equals it
+    (`choice.lower_bound_ns` speaks of this table alone).
+    """
+
+    table: int
+    choice: Choice
+    score: Score
+    lower_bound_ns: int
+
+    @property
+    def objective_ns(self) -> int:
+        """The surrogate objective, added up by `autopar.price.score`."""
+        return self.score.objective_ns
+
+
+def solve_table(tables: CostTables, *, upper_bound_ns: int | None = None) -> Choice:
+    """The choice of least objective that fits in one table; only objectives <= upper_bound_ns count.
+
+    Exact with respect to `autopar.price.score`. Status "infeasible" when nothing counts: lower_bound_ns is then
+    INFEASIBLE if nothing fits at all, else above upper_bound_ns. Status "gap" only when labels overflowed.
+    Raises ValueError when totals may leave the exact range (2^50 ns or bytes).
+    """
+    below = FORBIDDEN if upper_bound_ns is None else min(FORBIDDEN, upper_bound_ns + 1)
+    return search_table(tables, below_ns=below).choice()
+
+
+def solve_pipeline(
+    tables: Sequence[CostTables],
+    *,
+    shortlist: int = 8,
+    deadline: float | None = None,
+    stop: Callable[[], bool] | None = None,
+) -> tuple[TableChoice, ...]:
+    """The best choices of the `shortlist` best tables, by objective, then place; empty when nothing fits anywhere.
+
+    Tables are searched in the order of a cheap lower bound; those that cannot enter the shortlist are not. deadline: a
+    moment of `time.monotonic()` after which the best so far is returned, with its gap; stop: asked between two
+    segments, for the same. Then the choices may be "gap", and tables that were not reached are missing.
+    Raises RunError when stopped before anything was found, ValueError for shortlist < 1.
+    """
+    if shortlist < 1:
+        raise ValueError(f"shortlist must be >= 1, is {shortlist}")
+
+    def halted() -> bool:
+        return (deadline is not None and clock.monotonic() >= deadline) or (stop is not None and stop())
+
+    for one in tables:
+        check(one)
+    queue = [(quick_bound(one), place) for place, one in enumerate(tables)]
+    queue = [entry for entry in queue if entry[0] < INFEASIBLE]
+    heapq.heapify(queue)
+    best: list[tuple[int, int]] = []
+    searches: dict[int, TableSearch] = {}
+    lower, stopped = INFEASIBLE, False
+    while queue and not stopped:
+        worst = best[shortlist - 1] if len(best) >= shortlist else (FORBIDDEN, 0)
+        if queue[0] >= worst:
+            break
+        if halted():
+            stopped = True
+            break
+        _, place = heapq.heappop(queue)
+        # A table that ties with the worst of the shortlist enters it when its place is lower.
+        below = worst[0] + (place < worst[1])
+        search = search_table(tables[place], below_ns=below, halted=halted)
+        lower = min(lower, search.lower_ns)
+        stopped = not search.done
+        if search.cuts is not None:
+            searches[place] = search
+            insort(best, (search.best_ns, place))
+    if queue:
+        lower = min(lower, queue[0][0])
+    if stopped and not best:
+        raise RunError(
+            "the search was stopped before it found a plan that fits",
+            why=f"{len(queue)} of {len(tables)} tables were not reached",
+            fix="give it more time",
+        )
+    return tuple(_table_choice(tables[place], place, searches[place], lower) for _, place in best[:shortlist])
+
+
+def _table_choice(tables: CostTables, place: int, search: TableSearch, lower: int) -> TableChoice:
+    choice = search.choice()
+    assert choice.layers_per_stage is not None
+    assert choice.strategies is not None
+    result = score(tables, choice.layers_per_stage, choice.strategies)
+    if result.objective_ns != search.best_ns or not result.fits:
+        raise AssertionError(f"table {place}: the search says {search.best_ns} ns, the score {result}")
+    return TableChoice(table=place, choice=choice, score=result, lower_bound_ns=min(lower, result.objective_ns))

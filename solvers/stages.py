@@ -1,0 +1,196 @@
+"""What a stage of a table costs for every interval of layers: a cheap lower bound for all, exactly for some."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+
+from autopar.price import INFEASIBLE, CostTables, Int
+from autopar.solvers.labels import Solved, solve_segment
+from autopar.solvers.segment import FORBIDDEN, Kind, Segment, groups_of, kind_of
+
+StageKey = tuple[int, int, bool, bool]
+"""What distinguishes stages: micro-batches in flight, budget, whether it has an entry, whether it has an exit."""
+
+
+@dataclass(eq=False)
+class StageCosts:
+    """The exact costs of intervals of one table, each computed once.
+
+    `layer_id[l]` names what layer l can do (equal layers are equal numbers). With `only`, embed and head are held at
+    one strategy; such variants of a table share what does not touch the ends.
+    """
+
+    tables: CostTables
+    group: Int
+    steps: Int
+    layer_id: tuple[int, ...]
+    rows: dict[int, tuple[int, int | None]]
+    kinds: dict[tuple[int, int, bool, bool], Kind | None] = field(default_factory=dict)
+    solved: dict[tuple[StageKey, tuple[int, ...]], tuple[Solved, tuple[int, ...] | None]] = field(default_factory=dict)
+    hulls: dict[tuple[int, int], list[tuple[float, float]]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, tables: CostTables) -> StageCosts:
+        """The costs of a table, nothing solved yet."""
+        group, steps = groups_of(tables.transition_ns[None])
+        arrays = (tables.time_ns, tables.state_bytes, tables.saved_bytes, tables.transient_bytes)
+        known: dict[bytes, int] = {}
+        rows: dict[int, tuple[int, int | None]] = {}
+        ids = []
+        for layer in range(tables.time_ns.shape[0]):
+            key = b"".join(array[layer].tobytes() for array in arrays)
+            ids.append(known.setdefault(key, len(known)))
+            rows.setdefault(ids[-1], (layer, None))
+        return cls(tables=tables, group=group, steps=steps, layer_id=tuple(ids), rows=rows)
+
+    def held(self, strategy: int) -> StageCosts:
+        """The same with embed and head held at one strategy; memory of solved intervals is shared."""
+        units = self.tables.time_ns.shape[0]
+        ids = list(self.layer_id)
+        for layer in {0, units - 1}:
+            ids[layer] = (1 + 2 * strategy + (layer > 0)) * units + layer
+            self.rows[ids[layer]] = (layer, strategy)
+        return StageCosts(
+            tables=self.tables,
+            group=self.group,
+            steps=self.steps,
+            layer_id=tuple(ids),
+            rows=self.rows,
+            kinds=self.kinds,
+            solved=self.solved,
+            hulls=self.hulls,
+        )
+
+    def key(self, stage: int) -> StageKey:
+        """What this stage has in common with others."""
+        tables = self.tables
+        return tables.in_flight[stage], tables.budget_bytes[stage], stage > 0, stage < tables.stages - 1
+
+    def kind(self, layer_id: int, in_flight: int, enters: bool, leaves: bool) -> Kind | None:
+        """The options of a layer; with the costs of entering and leaving the stage at that layer."""
+        name = (layer_id, in_flight, enters, leaves)
+        if name not in self.kinds:
+            tables = self.tables
+            layer, only = self.rows[layer_id]
+            allowed = tables.time_ns[layer] != INFEASIBLE
+            for array in (tables.state_bytes, tables.saved_bytes, tables.transient_bytes):
+                allowed = allowed & (array[layer] != INFEASIBLE)
+            if only is not None:
+                allowed = allowed & (np.arange(len(allowed)) == only)
+            extra = np.zeros_like(tables.entry_ns)
+            for wanted, cost in ((enters, tables.entry_ns), (leaves, tables.exit_ns)):
+                if wanted:
+                    allowed = allowed & (cost != INFEASIBLE)
+                    extra = extra + np.where(cost == INFEASIBLE, 0, cost)
+            time = np.where(allowed, tables.time_ns[layer], 0) + extra
+            state = np.where(allowed, tables.state_bytes[layer], 0)
+            saved = np.where(allowed, tables.saved_bytes[layer], 0)
+            self.kinds[name] = kind_of(
+                time, state + in_flight * saved, tables.transient_bytes[layer], self.group, allowed
+            )
+        return self.kinds[name]
+
+    def exact(self, stage: int, first: int, end: int) -> tuple[Solved, tuple[int, ...] | None]:
+        """The best choice of layers first..end-1 on this stage, p2p included, and its strategies."""
+        key = self.key(stage)
+        ids = self.layer_id[first:end]
+        name = (key, ids)
+        if name not in self.solved:
+            self.solved[name] = self._solve(key, ids)
+        return self.solved[name]
+
+    def _solve(self, key: StageKey, ids: tuple[int, ...]) -> tuple[Solved, tuple[int, ...] | None]:
+        in_flight, budget, enters, leaves = key
+        last = len(ids) - 1
+        names = [(one, enters and place == 0, leaves and place == last) for place, one in enumerate(ids)]
+        unique = list(dict.fromkeys(names))
+        kinds = [self.kind(one, in_flight, a, b) for one, a, b in unique]
+        known = [kind for kind in kinds if kind is not None]
+        if len(known) < len(kinds):
+            return Solved(lower_ns=FORBIDDEN, upper_ns=None, path=None, labels=0), None
+        segment = Segment(
+            kinds=tuple(known),
+            order=np.array([unique.index(name) for name in names], dtype=np.int64),
+            steps=self.steps,
+            step_order=np.zeros(len(ids), dtype=np.int64),
+            budget_bytes=budget,
+        )
+        solved = solve_segment(segment)
+        if solved.upper_ns is None or solved.path is None:
+            return Solved(lower_ns=FORBIDDEN, upper_ns=None, path=None, labels=solved.labels), None
+        hop = self.tables.p2p_ns if leaves else 0
+        path = zip(segment.order, solved.path, strict=True)
+        strategies = tuple(int(known[kind].strategy[option]) for kind, option in path)
+        return (
+            Solved(
+                lower_ns=solved.lower_ns + hop,
+                upper_ns=solved.upper_ns + hop,
+                path=solved.path,
+                labels=solved.labels,
+            ),
+            strategies,
+        )
+
+    def lower_bounds(self, stage: int) -> Int:
+        """[U + 1, U + 1]: no choice of layers a..b-1 on this stage is faster; FORBIDDEN where nothing fits.
+
+        The continuous multiple-choice knapsack over the lower hull of each layer; transitions count as their least,
+        the transient as the least that some layer of the interval needs. O(U^2 * hull edges) in numpy.
+        """
+        tables, ids = self.tables, self.layer_id
+        units = len(ids)
+        in_flight, budget, enters, leaves = self.key(stage)
+        names = sorted(set(ids))
+        count = np.zeros((len(names), units + 1))
+        for index, name in enumerate(names):
+            count[index, 1:] = np.cumsum([one == name for one in ids])
+        places = np.arange(units + 1)
+        bad = places[None, :] <= places[:, None]
+        time, spare = np.zeros((units + 1, units + 1)), np.full((units + 1, units + 1), float(budget))
+        peak = np.zeros((units + 1, units + 1))
+        edges: list[tuple[float, float, float, int]] = []
+        inside = count[:, None, :] - count[:, :, None]
+        for index, name in enumerate(names):
+            kind = self.kind(name, in_flight, False, False)
+            if kind is None:
+                bad = bad | (inside[index] > 0)
+                continue
+            hull = self._hull(name, in_flight, kind)
+            spare -= inside[index] * (kind.base_memory_bytes + hull[0][0])
+            time += inside[index] * (kind.base_time_ns + hull[0][1])
+            peak = np.maximum(peak, np.where(inside[index] > 0, float(kind.transient_bytes.min()), 0.0))
+            for (m0, t0), (m1, t1) in pairwise(hull):
+                edges.append(((t1 - t0) / (m1 - m0), m1 - m0, t0 - t1, index))
+        spare -= peak
+        bad = bad | (spare < 0)
+        spare[bad] = 0.0
+        for _, memory, gain, index in sorted(edges):
+            taken = np.minimum(inside[index], spare / memory)
+            spare -= taken * memory
+            time -= taken * gain
+        hop = int(tables.entry_ns.min()) if enters else 0
+        if leaves:
+            hop += int(tables.exit_ns.min()) + tables.p2p_ns
+        if hop >= FORBIDDEN:
+            return np.full((units + 1, units + 1), FORBIDDEN, dtype=np.int64)
+        bounds = np.floor(time * (1 - 2.0**-44) + 0.99).astype(np.int64) + hop
+        return np.where(bad, FORBIDDEN, bounds)
+
+    def _hull(self, name: int, in_flight: int, kind: Kind) -> list[tuple[float, float]]:
+        """The lower convex hull of (memory, time) of the options, from the leanest to the fastest."""
+        if (name, in_flight) not in self.hulls:
+            points = sorted(zip(kind.memory_bytes.tolist(), kind.time_ns.tolist(), strict=True))
+            hull: list[tuple[int, int]] = []
+            for m, t in points:
+                if hull and t >= hull[-1][1]:
+                    continue
+                while len(hull) >= 2 and (hull[-2][1] - hull[-1][1]) * (m - hull[-1][0]) <= (hull[-1][1] - t) * (
+                    hull[-1][0] - hull[-2][0]
+                ):
+                    hull.pop()
+                hull.append((m, t))
+            self.hulls[name, in_flight] = [(float(m), float(t)) for m, t in hull]
+        return self.hulls[name, in_flight]
