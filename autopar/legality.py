@@ -32,6 +32,13 @@ def why_batch_illegal(global_batch: int, num_micro_batches: int, mesh: RankMesh)
     return None
 
 
+def why_schedule_illegal(schedule: Schedule, *, pp: int, num_micro_batches: int) -> str | None:
+    """Why this schedule cannot run so many stages with so few micro-batches."""
+    if schedule == "1f1b" and num_micro_batches < pp:
+        return f"1f1b needs at least as many micro-batches as stages: {num_micro_batches} for {pp}"
+    return None
+
+
 def why_illegal(strategy: Strategy, kind: LayerKind, mesh: RankMesh, *, micro_batch: int, sequence: int) -> str | None:
     """Why layers of this kind cannot take this strategy on this mesh with this micro-batch and sequence."""
     if strategy.ranks != mesh.ranks_per_stage:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,18 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import RunError
+
+if TYPE_CHECKING:
+    from autopar.runtime.tensor_parallel import BlockPlan
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TensorParallelCut:
+    """How a parameter was cut: the plan of its block, its name there, and the group that holds all pieces."""
+
+    plan: BlockPlan
+    name: str
+    group: dist.ProcessGroup
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -24,7 +37,8 @@ class HeldParameter:
     name: its name in the model; layer: its place in the chain; group: the data-parallel ranks over which its gradient
     must still be summed (None where fully_shard does it or there are none); share: what one element counts in a sum
     over all ranks of the stage, 1 / (ranks that hold the same element), a number or a tensor that broadcasts;
-    counted: False for the second copy of a tied parameter.
+    tied: it has a second copy on another stage; counted: False for that copy; tensor_parallel: how tensor parallelism
+    cut it, None where it did not.
     """
 
     name: str
@@ -32,13 +46,30 @@ class HeldParameter:
     parameter: nn.Parameter
     group: dist.ProcessGroup | None
     share: float | Tensor
+    tied: bool = False
     counted: bool = True
+    tensor_parallel: TensorParallelCut | None = None
 
     @property
     def local_grad(self) -> Tensor | None:
         """This rank's piece of the gradient."""
         grad = self.parameter.grad
         return grad.to_local() if isinstance(grad, DTensor) else grad
+
+
+def whole(entry: HeldParameter, tensor: Tensor) -> Tensor:
+    """The full tensor of which `tensor` (the parameter or its gradient) is this rank's piece.
+
+    A collective of the ranks that share the parameter.
+    """
+    local = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    cut = entry.tensor_parallel
+    if cut is None:
+        return local.detach()
+    local = local.detach().contiguous()
+    pieces = [torch.empty_like(local) for _ in range(dist.get_world_size(cut.group))]
+    dist.all_gather(pieces, local, group=cut.group)
+    return cut.plan.unshard(cut.name, pieces)
 
 
 def reduce_gradients(held: Sequence[HeldParameter]) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from itertools import combinations
+from collections.abc import Iterable
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.axes import RankMesh
+from autopar.axes import Placement, RankMesh
 
 
 class RankGroups:
@@ -62,9 +62,13 @@ class RankGroups:
         everyone = [tuple(stage * width + place for stage in stages) for place in range(width)]
         return self._group(everyone[self.place], everyone)
 
-    def prepare(self) -> None:
-        """Make the groups of all sets of axes, so that later calls are not collectives."""
+    def prepare(self, placements: Iterable[Placement]) -> None:
+        """Make all groups that these placements need, so that later calls are no collectives."""
         names = self.mesh.names
-        for count in range(1, len(names) + 1):
-            for axes in combinations(names, count):
-                self.along(axes)
+        sets = {names, *((name,) for name in names)}
+        sets |= {axes for placed in placements for axes in (placed.tp, placed.dp) if axes}
+        for axes in sorted(sets):
+            self.along(axes)
+        if self.mesh.pp > 1:
+            self.pipeline()
+            self.ends()

@@ -46,7 +46,13 @@ class Pipeline:
         received = torch.empty(1, device="meta") if self._first else hidden.requires_grad_()
         sent = torch.empty((), device="meta") if self._last else hidden
         wrapped = PipelineStage(
-            module, stage, num_stages, device, input_args=(received,), output_args=(sent.requires_grad_(),), group=group
+            module,
+            stage,
+            num_stages,
+            device,
+            input_args=(received,),
+            output_args=(sent.requires_grad_(),),
+            group=group,
         )
         self._schedule = SCHEDULE_CLASSES[schedule](
             wrapped, num_micro_batches, loss_fn=lambda loss, _: loss, scale_grads=False

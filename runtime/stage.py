@@ -1,9 +1,9 @@
 """One stage of a model: any contiguous part of its chain, run by the model's own forward.
 
 Blocks of other stages become pass-throughs without parameters, foreign parameters of embedding and head become
-stubs of stride 0 (right shape, no memory). The received activation is fed in at the input of the first own layer; after
-the last own layer the forward is left early. Masks, positions and rotary tables are thus computed by the model itself
-on every stage, and parameter names stay as they were.
+stubs of stride 0 (right shape, no memory). The received activation is fed in at the input of the first own layer, and
+after the last own layer the forward is left early. Masks, positions and rotary tables are thus computed by the model
+itself on every stage, and parameter names stay as they were.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LossFunction = Callable[[Any, Mapping[str, Tensor]], tuple[Tensor, Tensor]]
 """(what the model returned, the batch) -> (sum of the losses, number of their tokens or samples)."""
 
 
-class _LeftEarly(Exception):
+class _LeftEarly(Exception):  # noqa: N818  (no error: the way out of a forward)
     """Carries the hidden state out of the model's forward."""
 
     def __init__(self, hidden: Tensor) -> None:

@@ -70,9 +70,10 @@ class BlockInputs:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Probe:
-    """The structure of a model, and for each kind of block the inputs that its first block got in the probe."""
+    """The structure of a model, the inputs of the first block of each kind, the hidden state's shape of one sample."""
 
     structure: Structure
+    hidden_shape: tuple[int, ...]
     inputs: dict[int, BlockInputs] = field(repr=False)
 
 
@@ -219,14 +220,14 @@ def probe(model: nn.Module, batch: Mapping[str, Tensor]) -> Probe:
         num_blocks=len(blocks),
         hidden=first_run.hidden,
         output_length=first_run.output_length,
-        hidden_size=first_run.hidden_size,
+        hidden_size=first_run.hidden_shape[-1],
         batch_inputs=_batch_inputs(first_run.shapes, small_run.shapes, first_run.hidden),
         embed_parameters=(*embed, *unused),
         head_parameters=head,
         tied=bool(tied_ids),
         kinds=tuple(kinds),
     )
-    return Probe(structure=structure, inputs=first_run.inputs)
+    return Probe(structure=structure, inputs=first_run.inputs, hidden_shape=first_run.hidden_shape[1:])
 
 
 def _kinds(blocks: nn.ModuleList) -> list[int]:
@@ -251,7 +252,7 @@ def _batch_inputs(
 class _Run:
     hidden: int | str
     output_length: int
-    hidden_size: int
+    hidden_shape: tuple[int, ...]
     shapes: dict[int | str, tuple[int, ...]]
     inputs: dict[int, BlockInputs]
 
@@ -318,7 +319,7 @@ class _Seen:
         run = _Run(
             hidden=self.hidden,
             output_length=self.output_length,
-            hidden_size=self.passed.shape[-1],
+            hidden_shape=tuple(self.passed.shape),
             shapes=self.shapes,
             inputs=self.inputs,
         )

@@ -1,0 +1,215 @@
+"""The strategies of a plan put onto one stage: tensor parallelism, recompute, relayout, ZeRO, in that order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from autopar.axes import Layout
+from autopar.plan import Plan
+from autopar.runtime.gradients import HeldParameter, TensorParallelCut
+from autopar.runtime.groups import RankGroups
+from autopar.runtime.relayout import GroupOf, relayout
+from autopar.runtime.spec import DescribedModel
+from autopar.runtime.stage import StageBody, replace_argument
+from autopar.runtime.structure import Probe, Structure, argument
+from autopar.runtime.zero import owners, shard_modules, shard_root
+
+if TYPE_CHECKING:
+    from autopar.runtime.tensor_parallel import BlockPlan
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LocalLayers:
+    """What one rank runs: the body of its stage, and the parameters that it holds."""
+
+    body: StageBody
+    held: tuple[HeldParameter, ...]
+
+
+def place_layers(
+    model: nn.Module, plan: Plan, found: Probe, described: DescribedModel, groups: RankGroups
+) -> LocalLayers:
+    """The layers of this rank's stage under their strategies; changes the model in place."""
+    mesh, structure = plan.mesh, found.structure
+    groups.prepare(mesh.place(strategy) for strategy in plan.strategies)
+    tied = _tied_parameters(model, structure)
+    body = StageBody(model, structure, plan.stage_layers(groups.stage))
+    block_plans = {}
+    for number, block in body.blocks().items():
+        strategy = plan.strategies[number + 1]
+        if strategy.tp > 1:
+            derivation = described.derivations[structure.kinds[number]]
+            axes = mesh.place(strategy).tp
+            block_plan = derivation.plan(tuple(mesh.size((axis,)) for axis in axes), strategy.sequence_norms)
+            where = mesh.coordinates(groups.rank)
+            coordinate = tuple(where[axis] for axis in axes)
+            # torch.export takes a second to load and is needed under tensor parallelism only.
+            from autopar.runtime.tensor_parallel import apply
+
+            apply(block, block_plan, groups=_tensor_groups(groups, axes), coordinate=coordinate)
+            block_plans[number] = (block_plan, coordinate)
+        if strategy.recompute == "full":
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
+    _attach_relayouts(body, plan, groups)
+    _shard(body, plan, groups)
+    body.attach_exit()
+    return LocalLayers(body=body, held=tuple(_held(body, plan, groups, block_plans, tied)))
+
+
+def _tensor_groups(groups: RankGroups, axes: tuple[str, ...]) -> list[torch.distributed.ProcessGroup]:
+    """One group per tp axis, then one over all of them."""
+    return [*(groups.along((axis,)) for axis in axes), groups.along(axes)]
+
+
+def _tied_parameters(model: nn.Module, structure: Structure) -> set[str]:
+    """The names in embedding and head of the parameters that both use."""
+    embed = structure.layer_parameters(model, 0)
+    head = structure.layer_parameters(model, structure.num_blocks + 1)
+    shared = {id(p) for p in embed.values()} & {id(p) for p in head.values()}
+    return {name for name, p in (*embed.items(), *head.items()) if id(p) in shared}
+
+
+def _attach_relayouts(body: StageBody, plan: Plan, groups: RankGroups) -> None:
+    mesh, structure = plan.mesh, body.structure
+    before = mesh.boundary
+    blocks = body.blocks()
+
+    def group_of(axis: str) -> torch.distributed.ProcessGroup:
+        return groups.along((axis,))
+
+    for number, block in blocks.items():
+        layout = mesh.place(plan.strategies[number + 1]).layout
+        hook = _Entry(structure, source=before, boundary=mesh.boundary, target=layout, group_of=group_of)
+        if hook.needed:
+            block.register_forward_pre_hook(hook, with_kwargs=True)
+        before = layout
+    if blocks and before != mesh.boundary:
+        last = blocks[max(blocks)]
+        last.register_forward_hook(_exit(structure, before, mesh.boundary, group_of))
+
+
+class _Entry:
+    """A pre-hook that brings a block's inputs into its layout: the hidden state from `source`, the rest from outside.
+
+    Side inputs that carry the batch come from the model's forward, which runs in the boundary layout.
+    """
+
+    def __init__(
+        self, structure: Structure, *, source: Layout, boundary: Layout, target: Layout, group_of: GroupOf
+    ) -> None:
+        self.structure, self.group_of = structure, group_of
+        self.source, self.boundary, self.target = source, boundary, target
+
+    @property
+    def needed(self) -> bool:
+        return self.source != self.target or bool(
+            self.structure.batch_inputs and self.boundary.batch != self.target.batch
+        )
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        hidden = argument(args, kwargs, self.structure.hidden)
+        moved = relayout(hidden, self.source, self.target, self.group_of)
+        args, kwargs = replace_argument(args, kwargs, self.structure.hidden, moved)
+        for key, dim in self.structure.batch_inputs:
+            value = argument(args, kwargs, key)
+            if isinstance(value, Tensor):
+                whole, local = Layout(batch=self.boundary.batch), Layout(batch=self.target.batch)
+                value = relayout(value, whole, local, self.group_of, batch_dim=dim)
+                args, kwargs = replace_argument(args, kwargs, key, value)
+        return args, kwargs
+
+
+def _exit(structure: Structure, source: Layout, target: Layout, group_of: GroupOf) -> Any:
+    def hook(module: nn.Module, args: Any, output: Any) -> Any:
+        if structure.output_length:
+            return (relayout(output[0], source, target, group_of), *output[1:])
+        return relayout(output, source, target, group_of)
+
+    return hook
+
+
+def _modules_of(body: StageBody, layer: int) -> list[nn.Module]:
+    if 0 < layer <= body.structure.num_blocks:
+        return [body.blocks()[layer - 1]]
+    structure = body.structure
+    return owners(body.model, structure.embed_parameters if layer == 0 else structure.head_parameters)
+
+
+def _shard(body: StageBody, plan: Plan, groups: RankGroups) -> None:
+    """Wrap the ZeRO layers of the stage; embedding and head go together when they share parameters."""
+    mesh, structure = plan.mesh, body.structure
+    last = structure.num_blocks + 1
+    sharded = [layer for layer in body.layers if plan.strategies[layer].zero >= 2]
+    if not sharded:
+        return
+    together = structure.tied and 0 in sharded and last in sharded
+    covered: set[nn.Parameter] = set()
+    for layer in sharded:
+        strategy = plan.strategies[layer]
+        modules = _modules_of(body, layer)
+        if together and layer == last:
+            continue
+        if together and layer == 0:
+            modules += [m for m in _modules_of(body, last) if all(m is not other for other in modules)]
+        # A module that contains the blocks (parameters directly on the model) is left to the root.
+        modules = [m for m in modules if not _contains_blocks(m, body)]
+        covered |= {p for m in modules for p in m.parameters()}
+        if modules:
+            device_mesh = groups.mesh_along(mesh.place(strategy).dp)
+            shard_modules(modules, device_mesh, keep_unsharded=strategy.zero == 2)
+    named = {id(p) for layer in sharded for p in structure.layer_parameters(body.model, layer).values()}
+    ignored = {p for p in body.parameters() if id(p) not in named}
+    shard_root(body, groups.mesh_along(mesh.names), ignored)
+
+
+def _contains_blocks(module: nn.Module, body: StageBody) -> bool:
+    held = body.model.get_submodule(body.structure.blocks)
+    return any(child is held for child in module.modules())
+
+
+def _held(
+    body: StageBody,
+    plan: Plan,
+    groups: RankGroups,
+    block_plans: Mapping[int, tuple[BlockPlan, tuple[int, ...]]],
+    tied: set[str],
+) -> list[HeldParameter]:
+    mesh, structure = plan.mesh, body.structure
+    found: list[HeldParameter] = []
+    seen: set[int] = set()
+    across = plan.pp > 1
+    for layer in body.layers:
+        strategy = plan.strategies[layer]
+        placed = mesh.place(strategy)
+        prefix = structure.block_path(layer - 1) + "." if 0 < layer <= structure.num_blocks else ""
+        for name, parameter in structure.layer_parameters(body.model, layer).items():
+            if id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            share: float | Tensor = 1.0 if strategy.zero else 1.0 / strategy.dp
+            cut = None
+            if layer - 1 in block_plans:
+                block_plan, coordinate = block_plans[layer - 1]
+                cut = TensorParallelCut(plan=block_plan, name=name.removeprefix(prefix), group=groups.along(placed.tp))
+                share = share * block_plan.share(cut.name, coordinate)
+            in_both = across and name in tied
+            found.append(
+                HeldParameter(
+                    name=name,
+                    layer=layer,
+                    parameter=parameter,
+                    group=groups.along(placed.dp) if strategy.zero < 2 and strategy.dp > 1 else None,
+                    share=share,
+                    tied=in_both,
+                    counted=not (in_both and layer > 0),
+                    tensor_parallel=cut,
+                )
+            )
+    return found

@@ -1,0 +1,320 @@
+"""`autopar.parallelize(model, plan)`: the plan applied to an unmodified model on stock torch.distributed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data import Dataset, DistributedSampler
+
+from autopar.errors import InputError, RunError
+from autopar.plan import Plan
+from autopar.runtime.gradients import (
+    HeldParameter,
+    check_gradients_present,
+    clip_gradients,
+    reduce_gradients,
+    scale_gradients,
+)
+from autopar.runtime.groups import RankGroups
+from autopar.runtime.layers import LocalLayers, place_layers
+from autopar.runtime.losses import loss_of, own_loss
+from autopar.runtime.models import example_batch
+from autopar.runtime.pipelining import Pipeline
+from autopar.runtime.spec import describe
+from autopar.runtime.stage import LossFunction, StageModule
+from autopar.runtime.structure import Probe, probe
+
+_PROBE_SAMPLES, _PROBE_TOKENS = 3, 16
+
+
+def parallelize(
+    model: nn.Module,
+    plan: Plan,
+    *,
+    loss: LossFunction | None = None,
+    example: Mapping[str, Tensor] | None = None,
+) -> ParallelModel:
+    """The model running as the plan says, on the ranks of the current process group.
+
+    model: any nn.Module, equal on all ranks (otherwise rank 0's weights are taken); it is changed in place, parameter
+    names stay. loss(output, batch) -> (sum, count); default: the model's own mean loss times its number of labels.
+    example: a small batch (3 samples) for models whose input cannot be made up from their signature.
+    Raises InputError when the plan was made for another model or world, or cannot run on this one.
+    """
+    _join_world(plan)
+    batch = dict(example) if example is not None else _example(model, plan)
+    found = probe(model, batch)
+    max_tp = max(strategy.tp for strategy in plan.strategies)
+    described = describe(model, found, source=plan.model.source, name=plan.model.name, max_tp=max_tp)
+    plan.check(described.spec)
+    _equalise(model)
+    groups = RankGroups(plan.mesh, plan.cluster.device)
+    layers = place_layers(model, plan, found, described, groups)
+    return ParallelModel(plan, found, groups, layers, loss or own_loss(model), probe_tokens=_tokens(batch))
+
+
+class ParallelModel(nn.Module):
+    """A model under a plan.
+
+    train_step(batch): forward and backward of this rank's samples over all micro-batches, pipelined or not.
+    forward(**batch): without a pipeline, the model's own output, for a loop of the user's.
+    The batch is this rank's part; `shard_batch` cuts it from the global one.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        found: Probe,
+        groups: RankGroups,
+        layers: LocalLayers,
+        loss: LossFunction,
+        *,
+        probe_tokens: int | None,
+    ) -> None:
+        super().__init__()
+        self.plan = plan
+        self.stage = StageModule(layers.body, loss)
+        self.held: tuple[HeldParameter, ...] = layers.held
+        self._structure, self._groups = found.structure, groups
+        self._hidden_shape, self._probe_tokens = found.hidden_shape, probe_tokens
+        self._tied_group = groups.ends() if plan.pp > 1 and found.structure.tied else None
+        self._pipeline_group = groups.pipeline() if plan.pp > 1 else None
+        self._pipeline: Pipeline | None = None
+        self._steps = 0
+        self._reduce_in_backward = False
+        for entry in self.held:
+            if entry.group is not None and entry.parameter.requires_grad:
+                entry.parameter.register_hook(self._summed(entry.group))
+
+    def _summed(self, group: dist.ProcessGroup) -> Any:
+        def hook(grad: Tensor) -> Tensor | None:
+            if not self._reduce_in_backward:
+                return None
+            grad = grad.clone()
+            dist.all_reduce(grad, group=group)
+            return grad
+
+        return hook
+
+    @property
+    def model(self) -> nn.Module:
+        """The wrapped model, with its own parameter names."""
+        return self.stage.body.model
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank."""
+        return next(entry.parameter.device for entry in self.held)
+
+    @property
+    def local_batch(self) -> int:
+        """The samples of one step on this rank."""
+        return self.plan.request.global_batch // self.plan.mesh.ranks_per_stage
+
+    def shard_batch(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """This rank's samples of a global batch (first dimension global_batch), micro-batch by micro-batch."""
+        samples, ranks = self.plan.request.global_batch, self.plan.mesh.ranks_per_stage
+        for name, value in batch.items():
+            if value.shape[0] != samples:
+                raise InputError(
+                    f"the batch does not fit the plan: {name} has {value.shape[0]} samples",
+                    why=f"the plan was made for a global batch of {samples}",
+                    fix="give the whole global batch, or search again for this batch",
+                )
+        mask = batch.get("attention_mask")
+        if mask is not None and not bool(mask.all()) and any(s.tp > 1 for s in self.plan.strategies):
+            raise InputError(
+                "a padded attention_mask does not run under tensor parallelism yet",
+                why="models drop the mask on ranks whose samples have no padding",
+                fix="pack the samples, mask the labels instead (-100), or use a plan without tp",
+            )
+        count = self.plan.num_micro_batches
+        return {
+            name: torch.cat([part.chunk(ranks)[self._groups.place] for part in value.chunk(count)]).to(self.device)
+            for name, value in batch.items()
+        }
+
+    def sampler(self, dataset: Dataset[Any], *, shuffle: bool = True, seed: int = 0) -> DistributedSampler[Any]:
+        """A sampler that gives this rank its part of a dataset; the ranks of one pipeline get the same samples."""
+        return DistributedSampler(
+            dataset, num_replicas=self.plan.mesh.ranks_per_stage, rank=self._groups.place, shuffle=shuffle, seed=seed
+        )
+
+    def forward(self, **batch: Tensor) -> Any:
+        """The model's output for this rank's samples; its loss is the global mean, with gradients to match.
+
+        Only without a pipeline. The backward leaves summed gradients, also after several calls (accumulation).
+        """
+        if self.plan.pp > 1:
+            raise InputError(
+                "a pipelined model has no forward of its own",
+                why=f"the plan has {self.plan.pp} stages",
+                fix="use model.train_step(batch)",
+            )
+        self._reduce_in_backward = torch.is_grad_enabled()
+        output = self.stage.body(None, **batch)
+        mean = loss_of(output)
+        return output if mean is None else _with_loss(output, mean, self._global_mean(output, batch))
+
+    def _global_mean(self, output: Any, batch: Mapping[str, Tensor]) -> Tensor:
+        total, count = self.stage._loss(output, batch)
+        sums = torch.stack([total.detach().double().cpu(), count.double().cpu()])
+        dist.all_reduce(sums, group=self._groups.along(self.plan.mesh.names))
+        local = total / sums[1].to(total)
+        return local + (sums[0] / sums[1] - local.detach().cpu()).to(local)
+
+    def train_step(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """The global mean loss, on every rank; the gradients are ready for the optimizer.
+
+        batch: this rank's samples, `local_batch` of them. Gradients of earlier steps must have been cleared.
+        Raises InputError for a batch of another size, RunError when the loss is not finite or, in the first step,
+        when a trained parameter got no gradient.
+        """
+        samples = {value.shape[0] for value in batch.values()}
+        if samples != {self.local_batch}:
+            raise InputError(
+                f"the batch has {sorted(samples)} samples on this rank",
+                why=f"the plan gives each rank {self.local_batch} of {self.plan.request.global_batch}",
+                fix="cut the global batch with model.shard_batch",
+            )
+        self._reduce_in_backward = False
+        self.stage.reset()
+        if self.plan.pp > 1:
+            self._pipelined(batch)
+        else:
+            for part in range(self.plan.num_micro_batches):
+                size = self.local_batch // self.plan.num_micro_batches
+                micro = {name: value[part * size : (part + 1) * size] for name, value in batch.items()}
+                self.stage(None, **micro).backward()
+        return self._finish()
+
+    def _pipelined(self, batch: Mapping[str, Tensor]) -> None:
+        shape = self._boundary_shape(batch)
+        if self._pipeline is None:
+            assert self._pipeline_group is not None
+            self._pipeline = Pipeline(
+                module=self.stage,
+                stage=self._groups.stage,
+                num_stages=self.plan.pp,
+                schedule=self.plan.schedule,
+                num_micro_batches=self.plan.num_micro_batches,
+                group=self._pipeline_group,
+                device=self.device,
+                hidden_shape=shape,
+                dtype=next(p.dtype for p in self.model.parameters() if p.is_floating_point()),
+            )
+        if shape != self._pipeline.hidden_shape:
+            raise InputError(
+                f"the activations between stages changed from {self._pipeline.hidden_shape} to {shape}",
+                why="a pipeline keeps the shapes of its first batch",
+                fix="pad every batch to one sequence length",
+            )
+        self._pipeline.step(batch)
+
+    def _boundary_shape(self, batch: Mapping[str, Tensor]) -> tuple[int, ...]:
+        samples = self.local_batch // self.plan.num_micro_batches
+        tokens, *rest = self._hidden_shape
+        sequence = _tokens(batch)
+        if tokens == self._probe_tokens and sequence is not None:
+            tokens = sequence
+        return (samples, tokens, *rest)
+
+    def _finish(self) -> Tensor:
+        if self._steps == 0:
+            check_gradients_present(self.held, self._groups.along(self.plan.mesh.names))
+        reduce_gradients(self.held)
+        if self._tied_group is not None:
+            self._sum_tied()
+        sums = torch.zeros(2, dtype=torch.float64)
+        for total, count in self.stage.counted:
+            sums += torch.stack([total.double().cpu(), count.double().cpu()])
+        dist.all_reduce(sums)
+        self._steps += 1
+        if not bool(torch.isfinite(sums).all()) or sums[1] == 0:
+            raise RunError(
+                f"the loss is not finite in step {self._steps}: sum {float(sums[0])} over {float(sums[1]):.0f} labels",
+                why="the model diverged, or the batch has no label",
+                fix="lower the learning rate, or check the labels",
+            )
+        scale_gradients(self.held, 1.0 / float(sums[1]))
+        return sums[0] / sums[1]
+
+    def _sum_tied(self) -> None:
+        """Sum the gradients of the two copies of parameters that embedding and head share across stages."""
+        if self._groups.stage not in (0, self.plan.pp - 1):
+            return
+        for entry in self.held:
+            if entry.tied and (grad := entry.local_grad) is not None:
+                dist.all_reduce(grad, group=self._tied_group)
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """The 2-norm of the gradient of the whole model, which is then scaled down to `max_norm` if larger."""
+        return clip_gradients(self.held, max_norm)
+
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Parameter groups for an elementwise torch optimizer; sharded and plain tensors must not share a group."""
+        parameters = {id(e.parameter): e.parameter for e in self.held if e.parameter.requires_grad}.values()
+        sharded = [p for p in parameters if isinstance(p, DTensor)]
+        plain = [p for p in parameters if not isinstance(p, DTensor)]
+        return [{"params": group} for group in (sharded, plain) if group]
+
+
+def _with_loss(output: Any, mean: Tensor, loss: Tensor) -> Any:
+    if output is mean:
+        return loss
+    if isinstance(output, tuple | list) and not hasattr(output, "_fields"):
+        return type(output)(loss if item is mean else item for item in output)
+    if isinstance(output, Mapping) and "loss" in output:
+        output["loss"] = loss  # type: ignore[index]
+    else:
+        output.loss = loss
+    return output
+
+
+def _tokens(batch: Mapping[str, Tensor]) -> int | None:
+    """The sequence length of a batch: the second dimension of its first integer matrix."""
+    for value in batch.values():
+        if value.dim() == 2 and not value.is_floating_point():
+            return value.shape[1]
+    return None
+
+
+def _example(model: nn.Module, plan: Plan) -> dict[str, Tensor]:
+    batch = example_batch(model, samples=_PROBE_SAMPLES, sequence=min(_PROBE_TOKENS, plan.request.sequence))
+    device = next(model.parameters()).device
+    return {name: value.to(device) for name, value in batch.items()}
+
+
+def _join_world(plan: Plan) -> None:
+    """Make sure that a process group of the plan's world size exists; a plan for one rank needs no launcher."""
+    if not dist.is_initialized():
+        backend = "nccl" if plan.cluster.device == "cuda" else "gloo"
+        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+            dist.init_process_group(backend)
+        elif plan.cluster.world_size == 1:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if world != plan.cluster.world_size:
+        raise InputError(
+            f"the plan is for {plan.cluster.world_size} ranks, {world} are running",
+            why="cluster.world_size of the plan and the size of the process group differ",
+            fix=f"start it with torchrun --nproc-per-node {plan.cluster.world_size}, or search again for {world}",
+        )
+
+
+def _equalise(model: nn.Module) -> None:
+    """Give every rank rank 0's weights and buffers unless all are equal already."""
+    tensors = [*model.parameters(), *model.buffers()]
+    marks = torch.stack([t.detach().double().sum().cpu() for t in tensors if t.numel()])
+    lowest, highest = marks.clone(), marks.clone()
+    dist.all_reduce(lowest, op=dist.ReduceOp.MIN)
+    dist.all_reduce(highest, op=dist.ReduceOp.MAX)
+    if not torch.equal(lowest.nan_to_num(), highest.nan_to_num()):
+        for tensor in tensors:
+            dist.broadcast(tensor.detach(), src=0)

@@ -1,0 +1,86 @@
+"""The ModelSpec of an nn.Module: its chain, its kinds of layers, and the tensor-parallel degrees of each kind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from autopar.model import LayerKind, ModelSpec
+from autopar.runtime.structure import Probe, fingerprint, parameters_of
+
+if TYPE_CHECKING:
+    from autopar.runtime.tensor_parallel import Derivation
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DescribedModel:
+    """A ModelSpec, and for each kind of block the derivation behind its tensor-parallel degrees."""
+
+    spec: ModelSpec
+    derivations: Mapping[int, Derivation]
+
+
+def kind_name(number: int, count: int) -> str:
+    """The name of a kind of block: `block` where there is one kind, otherwise `block0`, `block1`, ..."""
+    return "block" if count == 1 else f"block{number}"
+
+
+def describe(
+    model: nn.Module, found: Probe, *, source: str = "", name: str = "", max_tp: int = 8, vocab_size: int | None = None
+) -> DescribedModel:
+    """The model as plain values; tensor-parallel degrees up to `max_tp` are derived from the graphs of its blocks.
+
+    Nothing is derived for `max_tp` 1.
+    """
+    structure = found.structure
+    count = len(found.inputs)
+    kinds = [_outer_kind("embed", model, found)]
+    derivations: dict[int, Derivation] = {}
+    for number in range(count):
+        first = structure.kinds.index(number)
+        block = model.get_submodule(structure.block_path(first))
+        inputs = found.inputs[number]
+        derivation = None
+        if max_tp > 1:
+            # torch.export takes a second to load and is needed under tensor parallelism only.
+            from autopar.runtime.tensor_parallel import derive
+
+            derivation = derivations[number] = derive(block, inputs.args, inputs.kwargs)
+        kinds.append(
+            LayerKind(
+                name=kind_name(number, count),
+                role="block",
+                class_name=type(block).__name__,
+                parameters=parameters_of(dict(block.named_parameters(remove_duplicate=False))),
+                tp_degrees=derivation.degrees(max_tp) if derivation else (),
+                tp_reason=derivation.reason if derivation else "not derived",
+                sequence_norms=derivation.allows_sequence_norms() if derivation else False,
+            )
+        )
+    kinds.append(_outer_kind("head", model, found))
+    spec = ModelSpec(
+        name=name or type(model).__name__,
+        source=source,
+        fingerprint=fingerprint(model),
+        layers=("embed", *(kind_name(number, count) for number in structure.kinds), "head"),
+        kinds=tuple(kinds),
+        tied=structure.tied,
+        hidden_size=structure.hidden_size,
+        vocab_size=vocab_size,
+    )
+    return DescribedModel(spec=spec, derivations=derivations)
+
+
+def _outer_kind(role: str, model: nn.Module, found: Probe) -> LayerKind:
+    structure = found.structure
+    layer = 0 if role == "embed" else structure.num_blocks + 1
+    parameters = structure.layer_parameters(model, layer)
+    return LayerKind(
+        name=role,
+        role="embed" if role == "embed" else "head",
+        class_name=type(model).__name__,
+        parameters=parameters_of(parameters),
+    )

@@ -1,0 +1,103 @@
+"""A pool of real processes that tests reuse: each job runs on ranks 0..n-1 of a fresh gloo group."""
+
+from __future__ import annotations
+
+import importlib.util
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+_JOBS = Path(__file__).parent / "rank_jobs.py"
+
+
+def _serve(connection: Any) -> None:
+    import warnings
+
+    import torch
+    import torch.distributed as dist
+
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    spec = importlib.util.spec_from_file_location("rank_jobs", _JOBS)
+    assert spec is not None
+    assert spec.loader is not None
+    jobs = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(jobs)
+    while True:
+        try:
+            job = connection.recv()
+        except EOFError:
+            return
+        name, payload, rank, size, store = job
+        try:
+            dist.init_process_group(
+                "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
+            )
+            answer: Any = ("done", getattr(jobs, name)(**payload))
+        except Exception:
+            answer = ("failed", traceback.format_exc())
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        connection.send(answer)
+
+
+class RankPool:
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("spawn")
+        self._workers: list[tuple[Any, Any]] = []
+        self._folder = tempfile.TemporaryDirectory()
+        self._count = 0
+
+    def _grow(self, size: int) -> None:
+        os.environ["OMP_NUM_THREADS"] = "1"
+        while len(self._workers) < size:
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self._workers.append((process, ours))
+
+    def run(self, name: str, size: int, timeout_s: float = 100, **payload: Any) -> list[Any]:
+        """Results of `rank_jobs.<name>(**payload)` on each of `size` ranks; AssertionError with the first traceback."""
+        self._grow(size)
+        self._count += 1
+        store = f"{self._folder.name}/{self._count}"
+        for rank in range(size):
+            self._workers[rank][1].send((name, payload, rank, size, store))
+        results, failures = [], []
+        for rank in range(size):
+            process, connection = self._workers[rank]
+            if not connection.poll(timeout_s):
+                self.close()
+                raise AssertionError(
+                    f"rank {rank} of {name} did not answer in {timeout_s} s; failed so far: {failures}"
+                )
+            state, value = connection.recv()
+            results.append(value)
+            if state == "failed":
+                failures.append(f"rank {rank}: {value}")
+        assert not failures, "\n".join(failures)
+        return results
+
+    def close(self) -> None:
+        for process, connection in self._workers:
+            connection.close()
+            process.kill()
+            process.join()
+        self._workers.clear()
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Callable[..., list[Any]]]:
+    """Run a function of rank_jobs.py on real ranks: ranks("name", 4, **payload) -> results by rank."""
+    pool = RankPool()
+    yield pool.run
+    pool.close()
