@@ -33,7 +33,7 @@ _POLL_S = 0.05
 _SETTLE_S = (
     3.0  # after the results or the first failure: time for the ranks to end in order, and to say who was killed
 )
-_TERM_S = 3.0  # between SIGTERM and SIGKILL
+_TERM_S = 1.0  # between SIGTERM and SIGKILL
 _BOOT = "import sys; sys.path[:] = sys.argv[2:]; from autopar.runtime.worker import main; main(sys.argv[1])"
 
 
@@ -308,7 +308,7 @@ def _end(agent: subprocess.Popen[bytes]) -> None:
             agent.wait(_TERM_S)
     _signal(agent.pid, signal.SIGKILL)
     agent.wait()
-    until = time.monotonic() + _TERM_S
+    until = time.monotonic() + 5.0  # orphans go when init has reaped them
     while _signal(agent.pid, 0) and time.monotonic() < until:
         time.sleep(0.01)
     if agent.stdin is not None:

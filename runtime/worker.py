@@ -7,6 +7,7 @@ import faulthandler
 import importlib
 import importlib.util
 import json
+import logging
 import os
 import shutil
 import signal
@@ -28,6 +29,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from autopar.errors import AutoparError, InputError
 from autopar.runtime.launch import (
     Device,
+    Job,
     Progress,
     agent_path,
     events_path,
@@ -49,7 +51,11 @@ def main(job_file: str) -> None:
     if job.device == "cpu":
         # Forked ranks find the target's imports done; an error here comes again, and is reported, in the ranks.
         with contextlib.suppress(Exception):
-            load_target(job.target)
+            target = load_target(job.target)
+            # A module may offer to import more, by what the job asks for.
+            getattr(sys.modules[target.__module__], "prepare", _nothing_more)(job.payload)
+    # We tell failures ourselves, and torch's log format imports all of dynamo (2.5 s) to print a traceback.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL + 1)
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -75,6 +81,10 @@ def main(job_file: str) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # nothing to tear down, and torch takes half a second over it
+
+
+def _nothing_more(payload: dict[str, Any]) -> None:
+    pass
 
 
 def _end_with_parent(folder: str) -> None:

@@ -24,7 +24,7 @@ def _own_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> An
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     yield
-    assert [p.name for p in tmp_path.iterdir() if p.name.startswith(("autopar", "torch"))] == []
+    assert [p.name for p in tmp_path.iterdir() if p.name.startswith(("autopar", "torchelastic"))] == []
 
 
 def alive(pid: int) -> bool:
@@ -42,7 +42,7 @@ def assert_gone(pids: list[int]) -> None:
     assert [pid for pid in pids if alive(pid)] == []
 
 
-@pytest.mark.parametrize("nproc", [2, 4])
+@pytest.mark.parametrize("nproc", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_every_rank_returns_its_result(nproc: int) -> None:
     events: list[dict[str, Any]] = []
     results = launch(f"{TARGETS}:add_up", {"first": 1}, nproc=nproc, timeout_s=60, progress=events.append)
@@ -56,8 +56,12 @@ def test_every_rank_returns_its_result(nproc: int) -> None:
     assert_gone([e["pid"] for e in events])
 
 
+@pytest.mark.slow
 def test_two_launches_at_once(tmp_path: Path) -> None:
-    code = f"from autopar.runtime.launch import launch; print(launch({str(TARGETS) + ':add_up'!r}, {{'first': 0}}, nproc=2, timeout_s=90)[1]['total'])"
+    code = (
+        "from autopar.runtime.launch import launch\n"
+        f"print(launch({str(TARGETS) + ':add_up'!r}, {{'first': 0}}, nproc=2, timeout_s=90)[1]['total'])"
+    )
     both = [
         subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, env=_env(), stdout=subprocess.PIPE, text=True)
         for _ in range(2)
@@ -69,7 +73,7 @@ def _env() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT)}
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_our_error_comes_back_as_it_was(rank: int) -> None:
     with pytest.raises(InputError) as caught:
         launch(f"{TARGETS}:refuse", {"rank": rank}, nproc=2, timeout_s=60)
@@ -85,39 +89,46 @@ def test_a_bug_names_its_rank_and_keeps_its_traceback() -> None:
     assert 'raise KeyError("no such layer")' in caught.value.why
 
 
-@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("rank", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_killed_rank_is_named(rank: int) -> None:
     with pytest.raises(RunError, match=f"rank {rank} was killed by SIGKILL"):
         launch(f"{TARGETS}:killed", {"rank": rank}, nproc=3, timeout_s=60)
 
 
+@pytest.mark.slow
 def test_a_rank_without_a_result_is_named() -> None:
     with pytest.raises(RunError, match="rank 1 was not running"):
         launch(f"{TARGETS}:leaves", {}, nproc=2, timeout_s=6)
 
 
+@pytest.mark.slow
 def test_a_result_that_is_not_json_is_a_bug() -> None:
     with pytest.raises(RunError, match="not JSON serializable"):
         launch(f"{TARGETS}:not_json", {}, nproc=1, timeout_s=60)
 
 
-@pytest.mark.parametrize("target", ["nowhere.py:x", f"{TARGETS}:nothing"])
+@pytest.mark.parametrize("target", ["nowhere.py:x", pytest.param(f"{TARGETS}:nothing", marks=pytest.mark.slow)])
 def test_a_target_that_does_not_exist(target: str) -> None:
-    with pytest.raises(InputError, match="nowhere|nothing"):
+    with pytest.raises(InputError, match=r"nowhere|nothing"):
         launch(target, {}, nproc=1, timeout_s=60)
 
 
 def test_a_sleeping_rank_is_named_with_its_stack_and_ended() -> None:
     events: list[dict[str, Any]] = []
     with pytest.raises(RunError) as caught:
-        launch(f"{TARGETS}:asleep", {}, nproc=2, timeout_s=8, progress=events.append)
-    assert "rank 0 not done after 8 s" in caught.value.what
+        launch(f"{TARGETS}:asleep", {}, nproc=2, timeout_s=5, progress=events.append)
+    assert "rank 0 not done after 5 s" in caught.value.what
     assert "in asleep" in caught.value.why
     assert_gone(events[0]["pids"])
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM), (signal.SIGKILL, -signal.SIGKILL)]
+    ("number", "code"),
+    [
+        (signal.SIGINT, 130),
+        pytest.param(signal.SIGTERM, -signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param(signal.SIGKILL, -signal.SIGKILL, marks=pytest.mark.slow),
+    ],
 )
 def test_a_signal_to_the_parent_ends_the_ranks(number: int, code: int, tmp_path: Path) -> None:
     script = tmp_path / "parent.py"
@@ -143,6 +154,7 @@ def test_a_signal_to_the_parent_ends_the_ranks(number: int, code: int, tmp_path:
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_the_progress_function_may_fail() -> None:
     pids: list[int] = []
 
@@ -155,6 +167,7 @@ def test_the_progress_function_may_fail() -> None:
     assert_gone(pids)
 
 
+@pytest.mark.slow
 def test_inside_torchrun_it_runs_here(tmp_path: Path) -> None:
     script = tmp_path / "inside.py"
     script.write_text(
@@ -162,8 +175,16 @@ def test_inside_torchrun_it_runs_here(tmp_path: Path) -> None:
         "assert inside_torchrun()\n"
         f"print([r['total'] for r in launch({str(TARGETS) + ':add_up'!r}, {{'first': 1}}, nproc=2, timeout_s=60)])\n"
     )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    done = subprocess.run(command, env=_env(), capture_output=True, text=True, timeout=90, check=False)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*command, f"--log-dir={tmp_path}/logs", str(script)],
+        env=_env(),
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+        cwd=tmp_path,
+    )
     assert done.stdout.count("[3.0, 3.0]") == 2, done.stderr
 
 
