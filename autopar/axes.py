@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
-from math import gcd, prod
+from math import gcd, isqrt, prod
 
 from autopar.strategy import Strategy
 
@@ -159,5 +159,6 @@ def prime_factors(number: int) -> list[int]:
 
 
 def divisors(number: int) -> tuple[int, ...]:
-    """The divisors of a number >= 1, ascending: 6 gives (1, 2, 3, 6)."""
-    return tuple(d for d in range(1, number + 1) if number % d == 0)
+    """The divisors of a number >= 1, ascending: 6 gives (1, 2, 3, 6); in O(sqrt(number))."""
+    small = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
+    return tuple(sorted({*small, *(number // d for d in small)}))

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import shutil
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 
 import typer
 
 from autopar.errors import AutoparError, InputError, UsageError
+from autopar.progress import progress
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -60,19 +65,19 @@ def profile_cluster(
 ) -> None:
     """Measure the links, the memory and the versions of this machine."""
     from autopar.profiler.links import profile_links
-    from autopar.progress import progress
+    from autopar.report import cluster_table
 
     _check_writable(output)
     with progress("profile cluster") as report:
         found = profile_links(device=device, nproc=nproc, progress=report)
     found.save(output)
-    _answer(output, found.dumps(), json)
+    _answer(found.dumps() if json else _shown(cluster_table(found)))
 
 
 @profile_app.command("model")
 def profile_model(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A config class, folder, config.json, or code:function.")
+        str, typer.Argument(metavar="MODEL", help="A config class, folder, config.json, or code.py:function.")
     ],
     output: Out = Path("model.json"),
     seq: Seq = None,
@@ -82,27 +87,64 @@ def profile_model(
     json: Json = False,
 ) -> None:
     """Measure the layers of MODEL: time, parameters, activations, and which tensor-parallel degrees they allow."""
+    _check_writable(output)
+    overrides = _settings(set_ or ())
+    from autopar.profiler.models import profile_model as measure
+    from autopar.report import model_table
+    from autopar.runtime.models import canonical_source
+    from autopar.units import dtype_name
+
+    source, name = canonical_source(model, overrides), dtype_name(dtype)
+    with progress("profile model") as report:
+        found = measure(source, sequence=seq or 2048, dtype=name, nproc=nproc or 4, progress=report)
+    found.save(output)
+    _answer(found.dumps() if json else _shown(model_table(found)))
 
 
 @app.command()
 def search(
     model: Annotated[Path, typer.Option(help="A model.json of `profile model`.")],
     cluster: Annotated[Path, typer.Option(help="A cluster.json of `profile cluster`.")],
-    global_batch: Annotated[
-        int, typer.Option(min=1, max=1 << 40, help="Samples of one optimizer step over all ranks.")
-    ],
+    global_batch: Annotated[int, typer.Option(min=1, max=1 << 30, help="Samples of one step over all ranks.")],
     memory: Annotated[str | None, typer.Option(help="Budget of one rank, e.g. 24GiB (default: all it has).")] = None,
     seq: Seq = None,
     dtype: Annotated[str | None, typer.Option(help="fp32, bf16, ... (default: as profiled).")] = None,
-    pp: Annotated[
-        list[int] | None, typer.Option(min=1, help="Allow this many stages (repeatable; default: all).")
-    ] = None,
+    pp: Annotated[list[int] | None, typer.Option(min=1, help="Allow this many stages (repeatable).")] = None,
     micro_batches: Annotated[list[int] | None, typer.Option(min=1, help="Allow this many (repeatable).")] = None,
     pin: Annotated[list[str] | None, typer.Option(help='Fix layers, e.g. "0-3: dp4-z3" (repeatable).')] = None,
     output: Out = Path("plan.json"),
     json: Json = False,
 ) -> None:
-    """Find the fastest plan that fits. Loads no torch."""
+    """Find the fastest plan that fits. Loads no torch. Ctrl-C keeps the best one so far."""
+    from autopar.measured import ClusterFile, ModelFile
+    from autopar.report import plan_facts, plan_table
+    from autopar.request import Pin, Request
+    from autopar.searching import search_files
+    from autopar.units import dtype_name, parse_bytes
+
+    _check_writable(output)
+    model_file, cluster_file = ModelFile.load(model), ClusterFile.load(cluster)
+    request = Request(
+        global_batch=global_batch,
+        sequence=seq or model_file.layers.sequence,
+        dtype=dtype_name(dtype) if dtype is not None else model_file.layers.dtype,
+        memory_bytes=parse_bytes(memory) if memory is not None else None,
+        pp=tuple(pp or ()),
+        num_micro_batches=tuple(micro_batches or ()),
+        pins=tuple(Pin.parse(text) for text in pin or ()),
+    )
+    with progress("search") as report, _interrupt_stops() as stopped:
+        result = search_files(
+            model_file,
+            cluster_file,
+            request,
+            progress=lambda phase, done, total: report({"what": phase, "done": done, "total": total}),
+            stop=stopped,
+        )
+    result.plan.save(output)
+    _answer(result.plan.dumps() if json else _shown(plan_table(result.plan), plan_facts(result.plan)))
+    if stopped():
+        raise KeyboardInterrupt
 
 
 @app.command()
@@ -124,6 +166,52 @@ def demo(
     json: Json = False,
 ) -> None:
     """The whole loop on this machine: profile, search, verify, train a small Llama on real text."""
+
+
+def _answer(text: str) -> None:
+    """Print the result on stdout."""
+    print(text.rstrip("\n"), flush=True)
+
+
+def _shown(*parts: RenderableType) -> str:
+    """The parts as text, as wide and coloured as stdout is."""
+    from autopar.report import render
+
+    terminal = sys.stdout.isatty()
+    return render(*parts, width=shutil.get_terminal_size().columns if terminal else None, color=terminal)
+
+
+def _settings(texts: Sequence[str]) -> dict[str, object]:
+    """The settings of `--set K=V`: each value a Python literal, otherwise a string."""
+    found: dict[str, object] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not equals or not key.strip():
+            raise UsageError(
+                f"--set {text} is not a setting", why="the form is K=V", fix="write for example --set hidden_size=256"
+            )
+        try:
+            found[key.strip()] = ast.literal_eval(value.strip())
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            found[key.strip()] = value.strip()
+    return found
+
+
+@contextlib.contextmanager
+def _interrupt_stops() -> Iterator[Callable[[], bool]]:
+    """A function that turns true at the first Ctrl-C, while inside; a second one interrupts as usual."""
+    asked = False
+
+    def ask(number: int, frame: object) -> None:
+        nonlocal asked
+        asked = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    before = signal.signal(signal.SIGINT, ask)
+    try:
+        yield lambda: asked
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _check_writable(path: Path) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING
 
+from autopar.measured import ClusterFile, ModelFile
 from autopar.model import layer_names
 from autopar.plan import Plan
 from autopar.strategy import Strategy
@@ -141,6 +142,49 @@ def comparison_table(plan: Plan, *, step_s: float, peak_memory_bytes: Sequence[i
 def difference(predicted: float, measured: float) -> str:
     """By how much the prediction is off, of the measured: `+3.2 %` is too high."""
     return f"{100 * (predicted - measured) / measured:+.1f} %" if measured else "-"
+
+
+def model_table(file: ModelFile) -> Table:
+    """The measured kinds of layers: how many, parameters, seconds of one sample, saved activations, tp degrees."""
+    from rich.table import Table
+
+    model, layers = file.model, file.layers
+    title = f"{model.name or model.source}: sequence {layers.sequence}, {layers.dtype}, {layers.processes} processes"
+    table = Table(title=title, title_justify="left")
+    for name in ("kind", "layers", "parameters", "samples", "forward", "backward", "saved", "tp degrees"):
+        table.add_column(name, no_wrap=True, justify="left" if name == "kind" else "right")
+    for kind in model.kinds:
+        cost = layers.find(kind.name)
+        measured = ["-"] * 4
+        if cost is not None:
+            last = len(cost.samples) - 1
+            measured = [
+                str(cost.samples[last]),
+                format_seconds(cost.forward_s[last]),
+                format_seconds(cost.backward_s[last]),
+                format_bytes(cost.saved_bytes.at(cost.samples[last])),
+            ]
+        degrees = ", ".join(str(degree) for degree in (1, *kind.tp_degrees))
+        table.add_row(
+            kind.name, str(model.layers.count(kind.name)), format_bytes(kind.parameter_bytes), *measured, degrees
+        )
+    return table
+
+
+def cluster_table(file: ClusterFile) -> Table:
+    """The measured collectives: for each group shape the time of the smallest and of the largest message."""
+    from rich.table import Table
+
+    cluster = file.cluster
+    title = f"{cluster.world_size} ranks of {cluster.device_name}, {format_bytes(cluster.memory_bytes)} each"
+    table = Table(title=title, title_justify="left")
+    for name in ("collective", "ranks", "groups at once", "sizes", "smallest", "largest"):
+        table.add_column(name, no_wrap=True, justify="left" if name == "collective" else "right")
+    for curve in file.links.curves:
+        ends = [f"{format_bytes(curve.size_bytes[i])} in {format_seconds(curve.seconds[i])}" for i in (0, -1)]
+        shape = curve.shape
+        table.add_row(curve.collective, str(shape.ranks), str(shape.concurrent), str(len(curve.size_bytes)), *ends)
+    return table
 
 
 def sparkline(values: Sequence[float], width: int = 60) -> str:
