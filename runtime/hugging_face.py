@@ -57,6 +57,8 @@ def _build(base: str, overrides: dict[str, Any], config: Any, dtype: torch.dtype
         raise InputError(what, why=_first_line(error), fix="change the settings that it names") from error
     if not isinstance(model, nn.Module):
         raise TypeError(f"AutoModelForCausalLM gave a {type(model).__name__}")
+    if getattr(model, "loss_type", "") is None:  # where it is unknown, transformers takes this one, with a warning
+        model.loss_type = "ForCausalLM"
     return model
 
 

@@ -87,6 +87,17 @@ def _nothing_more(payload: dict[str, Any]) -> None:
     pass
 
 
+def _prepare(job: Job) -> None:
+    """Import the target and call its module's `prepare(payload)`, if it has one: the forked ranks share what it loads.
+
+    An error here comes again, and is reported, in the ranks.
+    """
+    with contextlib.suppress(Exception):
+        module = sys.modules[load_target(job.target).__module__]
+        if hasattr(module, "prepare"):
+            module.prepare(job.payload)
+
+
 def _end_with_parent(folder: str) -> None:
     """Wait until the parent is gone (its end of our stdin closes), then end the whole session and its files."""
     while os.read(0, 1):

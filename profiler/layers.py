@@ -1,0 +1,203 @@
+"""The layers of a model one by one: each kind runs alone, at any number of samples, as one rank would run it.
+
+A block runs as itself; embed and head run as the stages that hold nothing else, so that what the model does around its
+blocks (masks, rotary tables, the loss) is measured where it is done.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from autopar.errors import InputError
+from autopar.measured import Line, TensorParallelCall
+from autopar.model import ModelSpec
+from autopar.profiler.provenance import cpu_name
+from autopar.profiler.trace import LayerCall
+from autopar.runtime.losses import own_loss
+from autopar.runtime.models import example_batch, vocab_size
+from autopar.runtime.spec import describe, kind_name
+from autopar.runtime.stage import LossFunction, StageBody, StageModule, replace_argument
+from autopar.runtime.structure import Probe, argument, probe
+from autopar.runtime.tracker import storage_bytes
+
+_PROBE_SAMPLES = 3
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class LayerKey:
+    """What is measured: a kind of layer at a tensor-parallel degree."""
+
+    kind: str
+    tp: int = 1
+    sequence_norms: bool = False
+
+    def __str__(self) -> str:
+        return self.kind if self.tp == 1 else f"{self.kind} tp{self.tp}{'s' if self.sequence_norms else ''}"
+
+
+class LayerBench:
+    """All layer kinds of a model at one sequence length.
+
+    model: is not changed; its blocks are run, its embedding and head are copied. example: a batch of the model where
+    none can be made up. max_tp: highest tensor-parallel degree to derive. Raises InputError when the model has no
+    chain of blocks or cannot run this batch.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        sequence: int,
+        source: str = "",
+        max_tp: int = 1,
+        loss: LossFunction | None = None,
+        example: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        self._device = next(model.parameters()).device
+        self.device: Literal["cpu", "cuda"] = "cuda" if self._device.type == "cuda" else "cpu"
+        self.device_name = torch.cuda.get_device_name(self._device) if self.device == "cuda" else cpu_name()
+        batch = example if example is not None else example_batch(model, samples=_PROBE_SAMPLES, sequence=sequence)
+        self._batch = _resized(batch, _PROBE_SAMPLES, self._device)
+        self._probe = _probe(model, self._batch)
+        described = describe(model, self._probe, source=source, max_tp=max_tp, vocab_size=vocab_size(model))
+        self.spec: ModelSpec = described.spec
+        self._derivations = described.derivations
+        structure = self._probe.structure
+        self._numbers = {kind_name(n, len(self._probe.inputs)): n for n in self._probe.inputs}
+        held = model.get_submodule(structure.blocks)
+        self._blocks = {n: held.get_submodule(str(structure.kinds.index(n))) for n in self._probe.inputs}
+        self._dtype: torch.dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+        self._loss = loss or own_loss(model, self._batch)
+        self._model = model
+        self._modules: dict[LayerKey, nn.Module] = {}
+
+    @property
+    def dtype(self) -> str:
+        """Torch's name of the dtype of the model's parameters."""
+        return str(self._dtype).removeprefix("torch.")
+
+    def keys(self, degrees: Sequence[int]) -> tuple[LayerKey, ...]:
+        """What can be measured with these tensor-parallel degrees, in chain order."""
+        found = []
+        for kind in self.spec.kinds:
+            found.append(LayerKey(kind=kind.name))
+            for tp in degrees:
+                if tp in kind.tp_degrees:
+                    found.append(LayerKey(kind=kind.name, tp=tp))
+                    if kind.sequence_norms:
+                        found.append(LayerKey(kind=kind.name, tp=tp, sequence_norms=True))
+        return tuple(found)
+
+    def call(self, key: LayerKey, samples: int) -> LayerCall:
+        """The layer with random inputs of so many local samples."""
+        if key.kind not in self._numbers:
+            return self._outer_call(key, samples)
+        structure, number = self._probe.structure, self._numbers[key.kind]
+        args, kwargs = self._block_inputs(number, samples)
+        module = self._module(key)
+
+        def run(hidden: Tensor | None) -> Tensor:
+            given, named = replace_argument(args, kwargs, structure.hidden, hidden)
+            output = module(*given, **named)
+            first = output[0] if structure.output_length else output
+            assert isinstance(first, Tensor)
+            return first
+
+        hidden = self._hidden(samples)
+        sides = replace_argument(args, kwargs, structure.hidden, None)
+        return LayerCall(module=module, hidden=hidden, sides=sides, run=run)
+
+    def shared_bytes(self, key: LayerKey, samples: int) -> int:
+        """Bytes of the side inputs of blocks that live, once a stage, while this layer runs.
+
+        The embedding makes its own while it runs, and its trace sees them.
+        """
+        if key.kind == "embed":
+            return 0
+        number = self._numbers.get(key.kind, 0)
+        args, kwargs = self._block_inputs(number, samples)
+        return storage_bytes(_leaves(replace_argument(args, kwargs, self._probe.structure.hidden, None)))
+
+    def calls(self, key: LayerKey) -> tuple[TensorParallelCall, ...]:
+        """The collectives of the layer over its tensor-parallel group."""
+        if key.tp == 1:
+            return ()
+        raise NotImplementedError(key, Line)
+
+    def _module(self, key: LayerKey) -> nn.Module:
+        if key not in self._modules:
+            self._modules[key] = self._blocks[self._numbers[key.kind]]
+        return self._modules[key]
+
+    def _outer_call(self, key: LayerKey, samples: int) -> LayerCall:
+        if key not in self._modules:
+            self._modules[key] = self._outer_module(key.kind)
+        module = self._modules[key]
+        batch = _resized(self._batch, samples, self._device)
+
+        def run(hidden: Tensor | None) -> Tensor:
+            output = module(hidden, **batch)
+            assert isinstance(output, Tensor)
+            return output
+
+        hidden = None if key.kind == "embed" else self._hidden(samples)
+        return LayerCall(module=module, hidden=hidden, sides=batch, run=run)
+
+    def _outer_module(self, kind: str) -> nn.Module:
+        """The stage that holds the embedding or the head alone; the blocks are shared with the model, not copied."""
+        blocks = self._model.get_submodule(self._probe.structure.blocks).children()
+        shared = copy.deepcopy(self._model, {id(block): block for block in blocks})
+        last = self._probe.structure.num_blocks + 1
+        body = StageBody(shared, self._probe.structure, range(1) if kind == "embed" else range(last, last + 1))
+        body.attach_exit()
+        return body if kind == "embed" else StageModule(body, self._loss)
+
+    def _hidden(self, samples: int) -> Tensor:
+        generator = torch.Generator().manual_seed(samples)
+        shape = (samples, *self._probe.hidden_shape)
+        return torch.randn(shape, generator=generator).to(device=self._device, dtype=self._dtype)
+
+    def _block_inputs(self, number: int, samples: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        structure, inputs = self._probe.structure, self._probe.inputs[number]
+        args, kwargs = inputs.args, inputs.kwargs
+        for key, dim in structure.batch_inputs:
+            value = argument(args, kwargs, key)
+            if isinstance(value, Tensor):
+                args, kwargs = replace_argument(args, kwargs, key, _repeated(value, dim, samples))
+        return args, kwargs
+
+
+def _repeated(tensor: Tensor, dim: int, samples: int) -> Tensor:
+    places = torch.arange(samples, device=tensor.device) % tensor.shape[dim]
+    return tensor.index_select(dim, places)
+
+
+def _resized(batch: Mapping[str, Tensor], samples: int, device: torch.device) -> dict[str, Tensor]:
+    return {name: _repeated(value.to(device), 0, samples) for name, value in batch.items()}
+
+
+def _leaves(value: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    tree_map(lambda leaf: found.append(leaf) if isinstance(leaf, Tensor) else None, value)
+    return found
+
+
+def _probe(model: nn.Module, batch: Mapping[str, Tensor]) -> Probe:
+    try:
+        return probe(model, batch)
+    except InputError:
+        raise
+    except Exception as error:
+        shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in batch.items())
+        raise InputError(
+            f"{type(model).__name__} does not run a batch of {shapes}",
+            why=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
+            fix="check the model's sizes and the sequence, or pass a batch as example=",
+        ) from error

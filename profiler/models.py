@@ -1,0 +1,171 @@
+"""`autopar.profile`: a model measured layer by layer. The measuring itself happens in local processes of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median
+from typing import TYPE_CHECKING, Any, Literal
+
+from autopar.errors import InputError
+from autopar.formats import from_plain
+from autopar.measured import LayerCost, LayerProfile, ModelFile
+from autopar.profiler.provenance import provenance
+from autopar.runtime.launch import launch
+from autopar.units import dtype_name
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from autopar.profiler.rank import RankProfile
+    from autopar.runtime.stage import LossFunction
+
+Device = Literal["cpu", "cuda"]
+Report = Callable[[Mapping[str, Any]], None]
+
+DEFAULT_SAMPLES = (1, 2, 4)
+"""Local samples at which layers are timed; between them seconds are interpolated."""
+
+
+def profile(
+    model: nn.Module | str,
+    *,
+    sequence: int = 2048,
+    dtype: str = "float32",
+    nproc: int = 1,
+    tp_degrees: Sequence[int] | None = None,
+    samples: Sequence[int] | None = None,
+    device: Device = "cpu",
+    loss: LossFunction | None = None,
+    example: Mapping[str, Tensor] | None = None,
+    progress: Report | None = None,
+) -> ModelFile:
+    """The layers of a model as numbers: what `search` plans from.
+
+    model: a MODEL string, measured by `nproc` processes at once as `nproc` ranks will share the machine; or an
+    nn.Module, measured in this process alone at its own dtype and device (nproc then only says which tensor-parallel
+    degrees to measure, and on a CPU shared by ranks the times are too short). loss, example: as in
+    `autopar.parallelize`, for an nn.Module. Raises InputError, RunError.
+    """
+    command = f"autopar.profile({model if isinstance(model, str) else type(model).__name__!r}, sequence={sequence})"
+    if isinstance(model, str):
+        if loss is not None or example is not None:
+            raise ValueError("profile takes loss and example with an nn.Module only")
+        return profile_model(
+            model,
+            sequence=sequence,
+            dtype=dtype,
+            nproc=nproc,
+            device=device,
+            tp_degrees=tp_degrees,
+            samples=samples,
+            progress=progress,
+            command=command,
+        )
+    degrees, counts = _degrees(nproc, tp_degrees), _counts(samples, sequence)
+    from autopar.profiler.layers import LayerBench
+    from autopar.profiler.rank import measure
+
+    bench = LayerBench(model, sequence=sequence, max_tp=max(degrees, default=1), loss=loss, example=example)
+    found = measure(bench, degrees=degrees, samples=counts, report=progress or _silent)
+    return _model_file([found], counts, sequence=sequence, dtype=bench.dtype, device=bench.device, command=command)
+
+
+def profile_model(
+    source: str,
+    *,
+    sequence: int = 2048,
+    dtype: str = "float32",
+    nproc: int = 1,
+    device: Device = "cpu",
+    tp_degrees: Sequence[int] | None = None,
+    samples: Sequence[int] | None = None,
+    progress: Report | None = None,
+    command: str = "",
+    timeout_s: float = 1800.0,
+) -> ModelFile:
+    """The layers of the model of a MODEL string, measured by `nproc` local processes at once.
+
+    tp_degrees: to measure where a layer allows them (default: all divisors of nproc); samples: local samples at which
+    layers are timed (default 1, 2, 4). Raises InputError for what is no model or a batch that it cannot run, RunError
+    when a process fails or is not done in time.
+
+    Cost: one start of processes, then about 0.2 s for each layer kind, degree and number of samples, or four runs.
+    """
+    degrees, counts = _degrees(nproc, tp_degrees), _counts(samples, sequence)
+    payload = {
+        "source": source,
+        "dtype": dtype_name(dtype),
+        "sequence": sequence,
+        "device": device,
+        "degrees": degrees,
+        "samples": counts,
+    }
+    results = launch(
+        "autopar.profiler.rank:profile_rank",
+        payload,
+        nproc=nproc,
+        timeout_s=timeout_s,
+        device=device,
+        progress=progress,
+    )
+    from autopar.profiler.rank import RankProfile
+
+    found = [from_plain(RankProfile, result, f"rank {rank}") for rank, result in enumerate(results)]
+    return _model_file(found, counts, sequence=sequence, dtype=dtype_name(dtype), device=device, command=command)
+
+
+def _model_file(
+    found: Sequence[RankProfile], samples: Sequence[int], *, sequence: int, dtype: str, device: Device, command: str
+) -> ModelFile:
+    """One file from what the ranks found: seconds are medians over ranks."""
+    first = found[0]
+    costs = []
+    for place in range(len(first.layers)):
+        (layer,) = (rank.bytes_of[str(place)] for rank in found if str(place) in rank.bytes_of)
+        rows = [rank.seconds[place] for rank in found]
+        costs.append(
+            LayerCost(
+                **vars(layer),
+                samples=tuple(samples),
+                forward_s=tuple(median(row[i].forward_s for row in rows) for i in range(len(samples))),
+                backward_s=tuple(median(row[i].backward_s for row in rows) for i in range(len(samples))),
+            )
+        )
+    layers = LayerProfile(
+        device=device,
+        device_name=first.device_name,
+        processes=len(found),
+        sequence=sequence,
+        dtype=dtype,
+        costs=tuple(costs),
+    )
+    return ModelFile(model=first.spec, layers=layers, provenance=provenance(command, first.device_name))
+
+
+def _degrees(nproc: int, tp_degrees: Sequence[int] | None) -> list[int]:
+    if not 1 <= nproc <= 1024:
+        raise InputError(f"{nproc} processes are not acceptable", why="it is 1 to 1024", fix="check --nproc")
+    if tp_degrees is None:
+        return [degree for degree in range(2, nproc + 1) if nproc % degree == 0]
+    if any(degree < 1 for degree in tp_degrees):
+        raise InputError(
+            f"tensor-parallel degrees {list(tp_degrees)} are not acceptable",
+            why="a degree is at least 1",
+            fix="name degrees such as 2 and 4",
+        )
+    return sorted({degree for degree in tp_degrees if degree > 1})
+
+
+def _counts(samples: Sequence[int] | None, sequence: int) -> list[int]:
+    counts = sorted(set(samples if samples is not None else DEFAULT_SAMPLES))
+    if not counts or counts[0] < 1 or counts[-1] > 1 << 20:
+        raise InputError(
+            f"samples {counts} are not acceptable", why="they are 1 or more", fix="name for example 1 2 4"
+        )
+    if not 1 <= sequence <= 1 << 24:
+        raise InputError(f"sequence {sequence} is not acceptable", why="it is 1 to 2^24", fix="check --seq")
+    return counts
+
+
+def _silent(event: Mapping[str, Any]) -> None:
+    pass
