@@ -51,9 +51,10 @@ class InputError(AutoparError):
 
 
 class InfeasibleError(AutoparError):
-    """No plan fits the memory budget, the pins or the batch."""
+    """No plan fits the memory budget, the pins or the batch; `leanest` is the plan nearest to fitting, if there is one."""
 
     exit_code = 4
+    leanest: object | None = None
 
 
 class RunError(AutoparError):

@@ -23,6 +23,23 @@ MODEL_KIND, MODEL_SCHEMA = "autopar.model", 1
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p"]
 COLLECTIVES: tuple[Collective, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p")
 
+Origin = Literal["measured", "fitted", "interpolated", "assumed"]
+ORIGINS: tuple[Origin, ...] = ("measured", "interpolated", "fitted", "assumed")
+"""Where a number comes from, the most trustworthy first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """Predicted seconds and where they come from."""
+
+    seconds: float
+    origin: Origin
+
+
+def weakest(*origins: Origin) -> Origin:
+    """The least trustworthy of these origins, `measured` for none."""
+    return max(origins, key=ORIGINS.index, default="measured")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Provenance:
@@ -88,6 +105,14 @@ class LinkProfile:
     curves: tuple[LinkCurve, ...]
     overlap_slowdown: float = 1.0
     overlap_origin: Literal["measured", "assumed"] = "assumed"
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.curves, self.overlap_slowdown, self.overlap_origin))
+
+    def __hash__(self) -> int:
+        # Kept: the fits are cached by profile, and hashing thousands of numbers at each price would cost most of it.
+        return self._hash
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,135 @@
+"""Which strategies each layer may take on one mesh with one micro-batch, and why not the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+from autopar.axes import RankMesh, divisors
+from autopar.errors import InputError
+from autopar.legality import why_illegal
+from autopar.measured import LayerProfile
+from autopar.model import LayerKind, ModelSpec
+from autopar.request import Request
+from autopar.strategy import Recompute, Strategy
+
+_RECOMPUTE: tuple[Recompute, ...] = ("none", "full")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rejection:
+    """Why layers of a kind cannot take a strategy."""
+
+    kind: str
+    strategy: Strategy
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategySpace:
+    """The strategies that some layer may take, in a fixed order; for each layer of the chain those that it may take.
+
+    allowed: places in `strategies`, ascending, one tuple a layer; rejections: all others that were considered.
+    """
+
+    strategies: tuple[Strategy, ...]
+    allowed: tuple[tuple[int, ...], ...]
+    rejections: tuple[Rejection, ...]
+
+    @classmethod
+    def of(
+        cls, model: ModelSpec, layers: LayerProfile, mesh: RankMesh, request: Request, micro_batch: int
+    ) -> StrategySpace:
+        """The space of one mesh and micro-batch; O(kinds * strategies).
+
+        Raises InputError with the reason for a pin that is not legal, and for a layer that nothing is legal for.
+        """
+        legal: dict[str, dict[Strategy, None]] = {}
+        rejections = []
+        for kind in model.kinds:
+            legal[kind.name] = {}
+            for strategy in candidates(mesh):
+                reason = why_not(strategy, kind, layers, mesh, request, micro_batch)
+                if reason is None:
+                    legal[kind.name][strategy] = None
+                else:
+                    rejections.append(Rejection(kind=kind.name, strategy=strategy, reason=reason))
+        pinned = _pinned(model, request)
+        chosen: list[tuple[Strategy, ...]] = []
+        for layer, name in enumerate(model.layer_names):
+            kind = model.kind(layer)
+            if layer in pinned:
+                strategy, short = pinned[layer]
+                reason = why_not(strategy, kind, layers, mesh, request, micro_batch)
+                if reason:
+                    raise InputError(
+                        f"the pin {short!r} is not legal for layer {name}",
+                        why=reason,
+                        fix="pin a legal strategy, or leave the layer to the search",
+                    )
+                chosen.append((strategy,))
+                continue
+            if not legal[kind.name]:
+                reasons = [r.reason for r in rejections if r.kind == kind.name]
+                raise InputError(f"no strategy is legal for layer {name}", why=reasons[0], fix="change the request")
+            chosen.append(tuple(legal[kind.name]))
+        used = {strategy for row in chosen for strategy in row}
+        strategies = tuple(s for s in dict.fromkeys((*candidates(mesh), *sorted(used, key=str))) if s in used)
+        place = {strategy: i for i, strategy in enumerate(strategies)}
+        return cls(
+            strategies=strategies,
+            allowed=tuple(tuple(sorted(place[s] for s in row)) for row in chosen),
+            rejections=tuple(rejections),
+        )
+
+
+def candidates(mesh: RankMesh) -> Iterator[Strategy]:
+    """All strategies of a stage that are worth asking for, legal or not: dp x ZeRO x tp x norms x recompute."""
+    ranks = mesh.ranks_per_stage
+    for tp in divisors(ranks):
+        dp = ranks // tp
+        for zero, norms, recompute in product((0, 2, 3), (False, True), _RECOMPUTE):
+            if (zero and dp == 1) or (norms and tp == 1):
+                continue
+            yield Strategy(dp=dp, zero=zero, tp=tp, sequence_norms=norms, recompute=recompute)
+
+
+def why_not(
+    strategy: Strategy,
+    kind: LayerKind,
+    layers: LayerProfile,
+    mesh: RankMesh,
+    request: Request,
+    micro_batch: int,
+) -> str | None:
+    """Why layers of this kind cannot take this strategy here: illegal or not measured; None when they can."""
+    reason = why_illegal(strategy, kind, mesh, micro_batch=micro_batch, sequence=request.sequence)
+    if reason is None and layers.find(kind.name, strategy.tp, strategy.sequence_norms) is None:
+        norms = " with sequence-parallel norms" if strategy.sequence_norms else ""
+        measured = sorted({cost.tp for cost in layers.costs if cost.kind == kind.name})
+        reason = f"{kind.name} was not measured at tp {strategy.tp}{norms} (measured: tp {measured})"
+    return reason
+
+
+def _pinned(model: ModelSpec, request: Request) -> dict[int, tuple[Strategy, str]]:
+    """The pinned strategy of each pinned layer, and the pin; InputError when two pins contradict each other."""
+    found: dict[int, tuple[Strategy, str]] = {}
+    for pin in request.pins:
+        for layer in pin.indices(len(model.layers)):
+            if layer in found and found[layer][0] != pin.strategy:
+                raise InputError(
+                    f"two pins contradict each other on layer {model.layer_names[layer]}",
+                    why=f"{found[layer][1]!r} and {pin.short!r}",
+                    fix="pin each layer once",
+                )
+            found[layer] = (pin.strategy, pin.short)
+    if model.tied and 0 in found and len(model.layers) - 1 in found:
+        first, last = found[0], found[len(model.layers) - 1]
+        if first[0] != last[0]:
+            raise InputError(
+                "embed and head share parameters but are pinned differently",
+                why=f"{first[1]!r} and {last[1]!r}",
+                fix="pin both to the same strategy, or only one of them",
+            )
+    return found

@@ -1,0 +1,160 @@
+"""What one layer does in a step under one strategy, in seconds: compute, collectives, gradient sync, optimizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopar import compute
+from autopar.axes import Layout, RankMesh
+from autopar.cluster import ClusterSpec
+from autopar.comm import boundary_shape, seconds, shape_of
+from autopar.measured import LayerCost, LinkProfile, Origin, weakest
+from autopar.request import Optimizer
+from autopar.strategy import Strategy
+
+ASSUMED_OPTIMIZER_BYTES_PER_S = {"cpu": 4e9, "cuda": 1e12}
+"""Assumed until measured: the memory bandwidth of one rank while its optimizer streams over the states."""
+
+ASSUMED_OPTIMIZER_ACCESSES = {"adamw": 16, "sgd": 3}
+"""Assumed: reads and writes of each trained element by one step, torch's unfused loop (AdamW: seven passes)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """Seconds of one layer on one rank.
+
+    Of one micro-batch: forward_s, backward_s (compute; the backward with the recomputed forward), tp_forward_s,
+    tp_backward_s (collectives of the tp group), zero_forward_s, zero_backward_s (exposed gathers and
+    reduce-scatters). Once a step: sync_s (gradient all-reduce of replicas), optimizer_s.
+    """
+
+    forward_s: float
+    backward_s: float
+    tp_forward_s: float = 0.0
+    tp_backward_s: float = 0.0
+    zero_forward_s: float = 0.0
+    zero_backward_s: float = 0.0
+    sync_s: float = 0.0
+    optimizer_s: float = 0.0
+    origin: Origin = "measured"
+
+    @property
+    def whole_forward_s(self) -> float:
+        """The forward of one micro-batch with its collectives."""
+        return self.forward_s + self.tp_forward_s + self.zero_forward_s
+
+    @property
+    def whole_backward_s(self) -> float:
+        """The backward of one micro-batch with its collectives."""
+        return self.backward_s + self.tp_backward_s + self.zero_backward_s
+
+
+def layer_work(
+    cost: LayerCost,
+    strategy: Strategy,
+    *,
+    mesh: RankMesh,
+    cluster: ClusterSpec,
+    links: LinkProfile,
+    samples: float,
+    optimizer: Optimizer,
+) -> Work:
+    """The work of a layer with `samples` samples on each of its dp ranks.
+
+    ZeRO-2 and ZeRO-3 gather once for the forward of each micro-batch, ZeRO-3 again for the backward, and both
+    reduce-scatter in each backward; replicas all-reduce their gradients once a step.
+    """
+    place = mesh.place(strategy)
+    ranks_per_node = cluster.ranks_per_node
+    forward, backward = compute.forward(cost, samples), compute.backward(cost, samples)
+    origins = [forward.origin, backward.origin]
+    recompute = strategy.recompute == "full"
+
+    tp_s = {"forward": 0.0, "backward": 0.0}
+    if strategy.tp > 1:
+        shape = shape_of(mesh, place.tp, ranks_per_node)
+        for call in cost.calls:
+            call_s = seconds(links, call.collective, shape, call.size_bytes.at(samples))
+            tp_s[call.phase] += call_s.seconds
+            origins.append(call_s.origin)
+        if recompute:
+            tp_s["backward"] += tp_s["forward"]
+
+    backward_s = backward.seconds + (forward.seconds if recompute else 0.0)
+    zero_forward_s = zero_backward_s = sync_s = 0.0
+    if strategy.zero:
+        shape = shape_of(mesh, place.dp_shard, ranks_per_node)
+        gather = seconds(links, "all_gather", shape, cost.parameter_bytes)
+        scatter = seconds(links, "reduce_scatter", shape, cost.trainable_bytes)
+        origins += [gather.origin, scatter.origin]
+        again_s = gather.seconds if strategy.zero == 3 else 0.0
+        zero_forward_s = exposed_s(gather.seconds, forward.seconds, links)
+        zero_backward_s = exposed_s(again_s + scatter.seconds, backward_s, links)
+    elif strategy.dp > 1:
+        sync = seconds(links, "all_reduce", shape_of(mesh, place.dp, ranks_per_node), cost.trainable_bytes)
+        origins.append(sync.origin)
+        sync_s = sync.seconds
+
+    touched_bytes = cost.trainable_bytes / strategy.state_shards * ASSUMED_OPTIMIZER_ACCESSES[optimizer]
+    return Work(
+        forward_s=forward.seconds,
+        backward_s=backward_s,
+        tp_forward_s=tp_s["forward"],
+        tp_backward_s=tp_s["backward"],
+        zero_forward_s=zero_forward_s,
+        zero_backward_s=zero_backward_s,
+        sync_s=sync_s,
+        optimizer_s=touched_bytes / ASSUMED_OPTIMIZER_BYTES_PER_S[cluster.device],
+        origin=weakest(*origins),
+    )
+
+
+def exposed_s(comm_s: float, compute_s: float, links: LinkProfile) -> float:
+    """The seconds that communication adds to the compute beside it.
+
+    All of it, unless the cluster's overlap was measured: then both run at once, each slowed by
+    `links.overlap_slowdown`, and what is left of the longer one runs alone. Never more than all of it.
+    """
+    if links.overlap_origin != "measured":
+        return comm_s
+    shared_s = min(comm_s, compute_s)
+    together_s = shared_s * links.overlap_slowdown + max(comm_s, compute_s) - shared_s
+    return min(comm_s, together_s - compute_s)
+
+
+def relayout_s(
+    source: Layout,
+    target: Layout,
+    *,
+    mesh: RankMesh,
+    cluster: ClusterSpec,
+    links: LinkProfile,
+    activation_bytes: float,
+) -> tuple[float, float]:
+    """Seconds of moving an activation from one layout to another: in the forward, and of its gradient back.
+
+    activation_bytes: of the whole micro-batch on a stage. An axis that cuts the source and not the target is gathered
+    in the forward and sliced (free) in the backward; one that only the target has, the other way round. The common
+    first axes of a tensor dimension stay; from the first difference on, all are gathered, innermost first.
+    """
+
+    def gathers_s(a: Layout, b: Layout) -> float:
+        local_bytes = activation_bytes / mesh.size((*a.batch, *a.sequence))
+        total_s = 0.0
+        for old, new in ((a.batch, b.batch), (a.sequence, b.sequence)):
+            kept = next((i for i, (x, y) in enumerate(zip(old, new, strict=False)) if x != y), min(len(old), len(new)))
+            for name in reversed(old[kept:]):
+                local_bytes *= mesh.size((name,))
+                shape = shape_of(mesh, (name,), cluster.ranks_per_node)
+                total_s += seconds(links, "all_gather", shape, local_bytes).seconds
+        return total_s
+
+    return gathers_s(source, target), gathers_s(target, source)
+
+
+def send_s(mesh: RankMesh, cluster: ClusterSpec, links: LinkProfile, activation_bytes: float) -> float:
+    """Seconds of one send of a micro-batch's activation (or gradient) to the neighbouring stage; 0 for one stage."""
+    if mesh.pp == 1:
+        return 0.0
+    shape = boundary_shape(mesh, cluster.ranks_per_node)
+    return seconds(links, "p2p", shape, activation_bytes / mesh.ranks_per_stage).seconds
