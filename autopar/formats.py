@@ -136,18 +136,26 @@ def dumps(kind: str, schema: int, fields: Mapping[str, Any]) -> str:
 def read_file(path: str | os.PathLike[str], kind: str, schema: int) -> dict[str, Any]:
     """The fields of a JSON file of this kind and schema, unchecked beyond those two; InputError otherwise."""
     name = Path(path)
-    fix = f"give a file that autopar wrote as {kind!r}"
     try:
-        data = json.loads(name.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
+        text = name.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise InputError(f"{name} does not exist", why="no such file", fix="check the path") from None
     except (OSError, UnicodeDecodeError) as error:
+        fix = f"give a file that autopar wrote as {kind!r}"
         raise InputError(f"{name} cannot be read", why=str(error), fix=fix) from None
+    return read_text(text, str(name), kind, schema)
+
+
+def read_text(text: str, name: str, kind: str, schema: int) -> dict[str, Any]:
+    """The fields of the text of such a file; `name` is what errors call it."""
+    fix = f"give a file that autopar wrote as {kind!r}"
+    try:
+        data = json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise InputError(f"{name} is not JSON", why=f"{error} (truncated?)", fix=fix) from None
     if not isinstance(data, dict) or data.get("kind") != kind:
         found = data.get("kind") if isinstance(data, dict) else type(data).__name__
-        raise InputError(f"{name} is not a {kind} file", why=f"its kind is {found!r}", fix=fix)
+        raise InputError(f"{name} is not an {kind} file", why=f"its kind is {found!r}", fix=fix)
     if data.get("schema") != schema or isinstance(data.get("schema"), bool):
         raise InputError(
             f"{name} has schema {data.get('schema')!r}",

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from autopar.axes import RankMesh
 from autopar.errors import InputError
-from autopar.formats import dumps, from_plain, read_file, to_plain, write_file
+from autopar.formats import dumps, from_plain, read_file, read_text, to_plain, write_file
 from autopar.legality import why_batch_illegal, why_illegal, why_schedule_illegal
 from autopar.model import ModelSpec, layer_names
 from autopar.request import Pin, Request, Schedule
@@ -206,8 +206,15 @@ class Plan:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
         """The plan of a file; InputError when it is not one or contradicts itself."""
-        data = read_file(path, PLAN_KIND, PLAN_SCHEMA)
-        where = str(path)
+        return cls._read(read_file(path, PLAN_KIND, PLAN_SCHEMA), str(path))
+
+    @classmethod
+    def loads(cls, text: str, name: str = "plan") -> Plan:
+        """The plan of the text of a plan.json; `name` is what errors call it."""
+        return cls._read(read_text(text, name, PLAN_KIND, PLAN_SCHEMA), name)
+
+    @classmethod
+    def _read(cls, data: dict[str, Any], where: str) -> Plan:
         mesh = from_plain(dict[str, int], data.pop("mesh", None), f"{where}.mesh")
         data["pp"] = mesh.get("pp")
         data["strategies"] = _expand(from_plain(dict[str, str], data.get("strategies"), f"{where}.strategies"), where)

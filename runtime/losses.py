@@ -29,28 +29,44 @@ def loss_of(output: Any) -> Tensor | None:
     return None
 
 
-def count_labels(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    """The number of labels that the model's mean loss is taken over.
+def labels_of(batch: Mapping[str, Tensor]) -> str:
+    """The name under which a batch holds its labels; InputError when it has none."""
+    for name in ("labels", "targets", "target", "y"):
+        if name in batch:
+            return name
+    raise InputError(
+        "the loss of this model cannot be averaged over ranks",
+        why=f"its batch ({', '.join(batch)}) has no `labels` or `targets`, so their number is not known",
+        fix="give autopar.parallelize(model, plan, loss=...) a function (output, batch) -> (sum, count)",
+    )
 
-    Hugging Face causal language models shift the labels by one inside; all others are taken as they are.
-    Raises InputError when the batch has no labels.
+
+def first_label_counts(model: nn.Module, batch: Mapping[str, Tensor]) -> bool:
+    """Whether the model's mean loss counts the first label of each sequence; found by leaving it out once.
+
+    A model that shifts the labels inside (as Hugging Face causal language models do) never looks at it.
     """
-    labels = batch.get("labels", batch.get("targets"))
-    if labels is None:
-        raise InputError(
-            "the loss of this model cannot be averaged over ranks",
-            why="its batch has neither `labels` nor `targets`, so their number is not known",
-            fix="give autopar.parallelize(model, plan, loss=...) a function (output, batch) -> (sum, count)",
-        )
-    if getattr(model, "loss_type", None) == "ForCausalLM" and labels.dim() > 1:
-        labels = labels[..., 1:]
-    if labels.is_floating_point():
-        return torch.tensor(labels.shape[0], device=labels.device)
-    return (labels != IGNORED_LABEL).sum()
+    labels = batch[labels_of(batch)]
+    if labels.dim() < 2 or labels.is_floating_point():
+        return True
+    masked = labels.clone()
+    masked[:, 0] = IGNORED_LABEL
+    with torch.no_grad():
+        before = loss_of(model(**batch))
+        after = loss_of(model(**{**batch, labels_of(batch): masked}))
+    return before is None or after is None or not torch.allclose(before, after, rtol=1e-6, atol=0.0)
 
 
-def own_loss(model: nn.Module) -> LossFunction:
-    """The model's own mean loss times the number of its labels, as (sum, count)."""
+def own_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> LossFunction:
+    """The model's own mean loss times the number of its labels, as (sum, count).
+
+    batch: a small one with labels, from which the way the model counts them is found. Raises InputError for a batch
+    without labels or a model that returns no loss.
+    """
+    was_training = model.training
+    model.eval()
+    shifted = not first_label_counts(model, batch)
+    model.train(was_training)
 
     def loss(output: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         mean = loss_of(output)
@@ -60,7 +76,11 @@ def own_loss(model: nn.Module) -> LossFunction:
                 why="its output has no scalar `.loss`, `['loss']` or tuple element",
                 fix="put the labels into the batch, or give parallelize(..., loss=...) a function",
             )
-        count = count_labels(model, batch)
+        labels = batch[labels_of(batch)]
+        if labels.is_floating_point():
+            count = torch.tensor(labels.shape[0], device=labels.device)
+        else:
+            count = ((labels[..., 1:] if shifted else labels) != IGNORED_LABEL).sum()
         # A shard may hold no label at all; its mean is then nan, its sum is 0 with zero gradients.
         return torch.where(count > 0, mean, torch.zeros_like(mean)) * count, count
 

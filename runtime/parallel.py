@@ -54,9 +54,10 @@ def parallelize(
     described = describe(model, found, source=plan.model.source, name=plan.model.name, max_tp=max_tp)
     plan.check(described.spec)
     _equalise(model)
+    loss = loss or own_loss(model, batch)
     groups = RankGroups(plan.mesh, plan.cluster.device)
     layers = place_layers(model, plan, found, described, groups)
-    return ParallelModel(plan, found, groups, layers, loss or own_loss(model), probe_tokens=_tokens(batch))
+    return ParallelModel(plan, found, groups, layers, loss, probe_tokens=_tokens(batch))
 
 
 class ParallelModel(nn.Module):
