@@ -22,7 +22,8 @@ class Dual:
     """Per threshold that may still hold the optimum: lower bound and price; and the best choice seen on the way.
 
     Everything is relative to the segment's base. thresholds[J], lower_ns[J] (no choice under the threshold is below
-    it), price[J] in ns per byte; upper_ns and path (option of each layer), None when no choice was seen.
+    it), price[J] in ns per byte; upper_ns and path (option of each layer), None when no choice was seen. possible:
+    False when it is certain that nothing fits.
     """
 
     thresholds: Int
@@ -30,6 +31,12 @@ class Dual:
     price: Float
     upper_ns: int
     path: Int | None
+    possible: bool
+
+    @property
+    def least_ns(self) -> int:
+        """No choice of the segment is below it (relative); FORBIDDEN when nothing fits."""
+        return min([self.upper_ns, *(int(lower) for lower in self.lower_ns)]) if self.possible else FORBIDDEN
 
 
 def thresholds_of(segment: Segment) -> Int:
@@ -47,9 +54,8 @@ def slack_ns(*magnitudes: float) -> float:
 def bound(segment: Segment, below_ns: int) -> Dual:
     """The dual of the segment; only choices with relative time < below_ns count. O(cuts * L * thresholds * C^2)."""
     thresholds = thresholds_of(segment)
-    empty = Dual(thresholds=thresholds[:0], lower_ns=thresholds[:0], price=np.zeros(0), upper_ns=below_ns, path=None)
     if not thresholds.size:
-        return empty
+        return _closed(below_ns, None, possible=False)
     walk = _Walk(segment, thresholds)
     best_ns, best_path = below_ns, None
 
@@ -60,14 +66,13 @@ def bound(segment: Segment, below_ns: int) -> Dual:
         winner = int(np.where(fits, fast.value, np.inf).argmin())
         best_ns, best_path = int(fast.time[winner]), walk.path(fast, winner)
         alive &= fast.value < best_ns
+    if not alive.any():
+        return _closed(best_ns, best_path, possible=True)
     lean = walk.go(None)
-    alive &= lean.memory <= walk.spare
-    alive &= np.isfinite(lean.value)
-    keep = np.flatnonzero(alive)
+    leanest_fits = (lean.memory <= walk.spare) & np.isfinite(lean.value)
+    keep = np.flatnonzero(alive & leanest_fits)
     if not keep.size:
-        return Dual(
-            thresholds=thresholds[:0], lower_ns=thresholds[:0], price=np.zeros(0), upper_ns=best_ns, path=best_path
-        )
+        return _closed(best_ns, best_path, possible=bool(leanest_fits.any()))
     walk = _Walk(segment, thresholds[keep])
     fast, lean = fast.only(keep), lean.only(keep)
     lower, price = fast.value.copy(), np.zeros(len(keep))
@@ -97,7 +102,13 @@ def bound(segment: Segment, below_ns: int) -> Dual:
         price=price[open_],
         upper_ns=best_ns,
         path=best_path,
+        possible=True,
     )
+
+
+def _closed(upper_ns: int, path: Int | None, *, possible: bool) -> Dual:
+    none = np.zeros(0, dtype=np.int64)
+    return Dual(thresholds=none, lower_ns=none, price=np.zeros(0), upper_ns=upper_ns, path=path, possible=possible)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

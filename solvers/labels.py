@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autopar.price import Int
-from autopar.solvers.dual import bound, slack_ns
+from autopar.solvers.dual import Dual, bound, slack_ns
 from autopar.solvers.segment import FORBIDDEN, Float, Segment
 
 FIRST_TRY = 4_000
@@ -21,6 +21,7 @@ MOST_LABELS = 300_000
 """Candidates of one layer: try the whole window up to the first, give up the exact search above the second."""
 _ALL_PAIRS = 192
 _FIRST_WINDOW = 1024
+_LATER = np.triu(np.ones((_ALL_PAIRS, _ALL_PAIRS), dtype=bool), 1)
 _ROUNDING = 1e-3
 
 
@@ -32,8 +33,9 @@ class LabelOverflowError(Exception):
 class Solved:
     """The best choice of a segment, in absolute nanoseconds.
 
-    lower_ns: no choice that fits is below; upper_ns and path (option index of each layer): the best one found, None
-    when nothing fits (below the limit that was asked for); both agree unless the labels overflowed.
+    lower_ns: no choice that fits is below (FORBIDDEN when nothing fits at all); upper_ns and path (option index of
+    each layer): the best one found, None when nothing fits below the limit that was asked for; both agree unless the
+    labels overflowed.
     """
 
     lower_ns: int
@@ -42,15 +44,22 @@ class Solved:
     labels: int
 
 
-def solve_segment(segment: Segment, *, below_ns: int = FORBIDDEN, most_labels: int = MOST_LABELS) -> Solved:
+def solve_segment(
+    segment: Segment, *, below_ns: int = FORBIDDEN, dual: Dual | None = None, most_labels: int = MOST_LABELS
+) -> Solved:
     """The least time of the segment within its budget; only choices with time < below_ns count.
 
-    Exact for any transitions unless the labels overflow; then lower_ns < upper_ns by at most what was rounded.
+    dual: what `bound` said for this below_ns or a higher one, if it is known. Exact for any transitions unless the
+    labels overflow; then lower_ns < upper_ns by at most what was rounded.
     """
     base = segment.base_time_ns
-    best, path, labels, gap = below_ns - base, None, 0, None
-    dual = bound(segment, best)
-    best, path = dual.upper_ns, dual.path
+    if dual is None:
+        dual = bound(segment, below_ns - base)
+    if not dual.possible:
+        return Solved(lower_ns=FORBIDDEN, upper_ns=None, path=None, labels=0)
+    best, path, labels, certified = below_ns - base, None, 0, below_ns - base
+    if dual.path is not None and dual.upper_ns < best:
+        best, path = dual.upper_ns, dual.path
     for index in np.argsort(dual.lower_ns, kind="stable"):
         lower, threshold, price = int(dual.lower_ns[index]), int(dual.thresholds[index]), float(dual.price[index])
         if lower >= best:
@@ -59,13 +68,17 @@ def solve_segment(segment: Segment, *, below_ns: int = FORBIDDEN, most_labels: i
         try:
             found = search.least(lower, best, most_labels)
         except LabelOverflowError:
-            found, certified = _rounded(segment, search, lower, best, most_labels)
-            gap = certified if gap is None else min(gap, certified)
+            found, lowest = _rounded(segment, search, lower, best, most_labels)
+            certified = min(certified, lowest)
         labels += search.labels
         if found is not None:
             best, path = found
-    lower_ns = best if gap is None else min(best, gap)
-    return Solved(lower_ns=base + lower_ns, upper_ns=None if path is None else base + best, path=path, labels=labels)
+    return Solved(
+        lower_ns=base + min(best, certified),
+        upper_ns=None if path is None else base + best,
+        path=path,
+        labels=labels,
+    )
 
 
 class _Search:
@@ -80,6 +93,9 @@ class _Search:
         options = []
         for kind in segment.kinds:
             allowed = np.flatnonzero(kind.transient_bytes <= threshold)
+            t, g = kind.time_ns[allowed], kind.group[allowed]
+            # Sorted by (group, memory, time): below the threshold an earlier one that is no slower dominates.
+            allowed = allowed[~((t[:, None] <= t) & (g[:, None] == g) & _LATER[: len(t), : len(t)]).any(axis=0)]
             options.append((kind.time_ns[allowed], kind.memory_bytes[allowed], kind.group[allowed], allowed))
         self.options = options
         groups = segment.steps.shape[1]
@@ -176,7 +192,7 @@ class _Search:
         count = len(time)
         if count <= _ALL_PAIRS:
             no_later = time[:, None] + regret[group[:, None], group[None, :]] <= time[None, :]
-            return np.flatnonzero(~np.triu(no_later, 1).any(axis=0))
+            return np.flatnonzero(~(no_later & _LATER[:count, :count]).any(axis=0))
         replaced = np.full(count, FORBIDDEN, dtype=np.int64)
         for first in np.unique(group):
             earliest = np.minimum.accumulate(np.where(group == first, time, FORBIDDEN))

@@ -72,6 +72,16 @@ def least_max(costs: list[Int]) -> tuple[int, tuple[int, ...]] | None:
     return int(reach[-1]), tuple(reversed(cuts))
 
 
+def least_sums(costs: list[Int]) -> tuple[list[Int], list[Int]]:
+    """before[i][a]: the least sum of the stages before i when i starts at a; after[i][b]: of those behind i."""
+    before, after = [_start(costs)], [_start(costs)[::-1]]
+    for cost in costs[:-1]:
+        before.append(np.minimum((before[-1][:, None] + cost).min(axis=0), FORBIDDEN))
+    for cost in reversed(costs[1:]):
+        after.append(np.minimum((cost + after[-1][None, :]).min(axis=1), FORBIDDEN))
+    return before, after[::-1]
+
+
 def _least_max(costs: list[Int]) -> int:
     found = least_max(costs)
     return FORBIDDEN if found is None else found[0]

@@ -2,17 +2,38 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
 
 from autopar.price import INFEASIBLE, CostTables, Int
-from autopar.solvers.labels import Solved, solve_segment
+from autopar.solvers.dual import Dual, bound
+from autopar.solvers.labels import solve_segment
 from autopar.solvers.segment import FORBIDDEN, Kind, Segment, groups_of, kind_of
 
 StageKey = tuple[int, int, bool, bool]
 """What distinguishes stages: micro-batches in flight, budget, whether it has an entry, whether it has an exit."""
+
+
+IntervalName = tuple[StageKey, tuple[int, ...]]
+"""A kind of stage and the numbers of its layers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interval:
+    """What is known of one interval of layers on one stage, p2p included.
+
+    No choice is faster than lower_ns; upper_ns and strategies: the best one seen, None and empty without; final:
+    a search with a higher limit could tell nothing new.
+    """
+
+    lower_ns: int
+    upper_ns: int | None
+    strategies: tuple[int, ...]
+    labels: int
+    final: bool
 
 
 @dataclass(eq=False)
@@ -29,8 +50,10 @@ class StageCosts:
     layer_id: tuple[int, ...]
     rows: dict[int, tuple[int, int | None]]
     kinds: dict[tuple[int, int, bool, bool], Kind | None] = field(default_factory=dict)
-    solved: dict[tuple[StageKey, tuple[int, ...]], tuple[Solved, tuple[int, ...] | None]] = field(default_factory=dict)
+    known: dict[IntervalName, Interval] = field(default_factory=dict)
+    duals: dict[IntervalName, tuple[Segment, Dual, int]] = field(default_factory=dict)
     hulls: dict[tuple[int, int], list[tuple[float, float]]] = field(default_factory=dict)
+    inner: dict[StageKey, Int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, tables: CostTables) -> StageCosts:
@@ -60,8 +83,10 @@ class StageCosts:
             layer_id=tuple(ids),
             rows=self.rows,
             kinds=self.kinds,
-            solved=self.solved,
+            known=self.known,
+            duals=self.duals,
             hulls=self.hulls,
+            inner=self.inner,
         )
 
     def key(self, stage: int) -> StageKey:
@@ -93,16 +118,58 @@ class StageCosts:
             )
         return self.kinds[name]
 
-    def exact(self, stage: int, first: int, end: int) -> tuple[Solved, tuple[int, ...] | None]:
-        """The best choice of layers first..end-1 on this stage, p2p included, and its strategies."""
-        key = self.key(stage)
-        ids = self.layer_id[first:end]
-        name = (key, ids)
-        if name not in self.solved:
-            self.solved[name] = self._solve(key, ids)
-        return self.solved[name]
+    def relaxed(self, stage: int, first: int, end: int, below_ns: int) -> Interval:
+        """A sharper lower bound of layers first..end-1 on this stage, and the choice that came with it, if any."""
+        name = (self.key(stage), self.layer_id[first:end])
+        if name not in self.known:
+            segment = self._segment(*name)
+            if segment is None:
+                self.known[name] = Interval(lower_ns=FORBIDDEN, upper_ns=None, strategies=(), labels=0, final=True)
+            else:
+                dual = self._dual(name, segment, below_ns)
+                base = segment.base_time_ns + self._hop(name[0])
+                self.known[name] = Interval(
+                    lower_ns=min(FORBIDDEN, base + dual.least_ns),
+                    upper_ns=None if dual.path is None else base + dual.upper_ns,
+                    strategies=() if dual.path is None else self._strategies(segment, dual.path),
+                    labels=0,
+                    final=not dual.possible or (dual.path is not None and dual.least_ns == dual.upper_ns),
+                )
+        return self.known[name]
 
-    def _solve(self, key: StageKey, ids: tuple[int, ...]) -> tuple[Solved, tuple[int, ...] | None]:
+    def exact(self, stage: int, first: int, end: int, below_ns: int) -> Interval:
+        """The best choice of layers first..end-1 on this stage if it takes less than below_ns."""
+        known = self.relaxed(stage, first, end, below_ns)
+        if known.final or known.lower_ns >= below_ns:
+            return known
+        name = (self.key(stage), self.layer_id[first:end])
+        segment, dual, limit = self.duals[name]
+        if below_ns > limit:
+            dual = self._dual(name, segment, below_ns)
+        hop = self._hop(name[0])
+        solved = solve_segment(segment, below_ns=below_ns - hop, dual=dual)
+        if solved.upper_ns is not None and solved.path is not None:
+            known = Interval(
+                lower_ns=solved.lower_ns + hop,
+                upper_ns=solved.upper_ns + hop,
+                strategies=self._strategies(segment, solved.path),
+                labels=known.labels + solved.labels,
+                final=True,
+            )
+        else:
+            known = replace(known, lower_ns=solved.lower_ns + hop, labels=known.labels + solved.labels)
+        self.known[name] = known
+        return known
+
+    def _dual(self, name: IntervalName, segment: Segment, below_ns: int) -> Dual:
+        dual = bound(segment, below_ns - self._hop(name[0]) - segment.base_time_ns)
+        self.duals[name] = (segment, dual, below_ns)
+        return dual
+
+    def _hop(self, key: StageKey) -> int:
+        return self.tables.p2p_ns if key[3] else 0
+
+    def _segment(self, key: StageKey, ids: tuple[int, ...]) -> Segment | None:
         in_flight, budget, enters, leaves = key
         last = len(ids) - 1
         names = [(one, enters and place == 0, leaves and place == last) for place, one in enumerate(ids)]
@@ -110,29 +177,38 @@ class StageCosts:
         kinds = [self.kind(one, in_flight, a, b) for one, a, b in unique]
         known = [kind for kind in kinds if kind is not None]
         if len(known) < len(kinds):
-            return Solved(lower_ns=FORBIDDEN, upper_ns=None, path=None, labels=0), None
-        segment = Segment(
+            return None
+        return Segment(
             kinds=tuple(known),
             order=np.array([unique.index(name) for name in names], dtype=np.int64),
             steps=self.steps,
             step_order=np.zeros(len(ids), dtype=np.int64),
             budget_bytes=budget,
         )
-        solved = solve_segment(segment)
-        if solved.upper_ns is None or solved.path is None:
-            return Solved(lower_ns=FORBIDDEN, upper_ns=None, path=None, labels=solved.labels), None
-        hop = self.tables.p2p_ns if leaves else 0
-        path = zip(segment.order, solved.path, strict=True)
-        strategies = tuple(int(known[kind].strategy[option]) for kind, option in path)
-        return (
-            Solved(
-                lower_ns=solved.lower_ns + hop,
-                upper_ns=solved.upper_ns + hop,
-                path=solved.path,
-                labels=solved.labels,
-            ),
-            strategies,
-        )
+
+    @staticmethod
+    def _strategies(segment: Segment, path: Int) -> tuple[int, ...]:
+        chosen = zip(segment.order, path, strict=True)
+        return tuple(int(segment.kinds[kind].strategy[option]) for kind, option in chosen)
+
+    @property
+    def labels(self) -> int:
+        """How many labels were kept so far, held variants included."""
+        return sum(interval.labels for interval in self.known.values())
+
+    @cached_property
+    def bounds(self) -> dict[StageKey, Int]:
+        """The lower bounds of all stages, to be sharpened in place; inner stages are shared by held variants."""
+        found: dict[StageKey, Int] = {}
+        for stage in range(self.tables.stages):
+            key = self.key(stage)
+            if key[2] and key[3]:
+                if key not in self.inner:
+                    self.inner[key] = self.lower_bounds(stage)
+                found[key] = self.inner[key]
+            else:
+                found[key] = self.lower_bounds(stage)
+        return found
 
     def lower_bounds(self, stage: int) -> Int:
         """[U + 1, U + 1]: no choice of layers a..b-1 on this stage is faster; FORBIDDEN where nothing fits.

@@ -12,9 +12,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from autopar.price import INFEASIBLE, Choice, CostTables, Int
+from autopar.price import INFEASIBLE, Choice, CostTables
 from autopar.solvers.canonical import canonical
-from autopar.solvers.partition import best_cuts, least_max
+from autopar.solvers.partition import best_cuts, least_max, least_sums
 from autopar.solvers.segment import FORBIDDEN, LARGEST_TOTAL_NS
 from autopar.solvers.stages import StageCosts
 
@@ -103,75 +103,87 @@ def search_table(
         search.lower_ns, search.done = INFEASIBLE, True
         return search
     costs = StageCosts.of(tables)
-    if not tables.tied or len(tables.time_ns) == 1:
+    if tables.tied and len(tables.time_ns) > 1:
+        _search_tied(search, costs, halted)
+    else:
         _search(search, costs, quick, halted)
-        return search
-    ends = tables.time_ns[[0, -1]]
-    totals = np.where((ends == INFEASIBLE).any(axis=0), INFEASIBLE, np.where(ends == INFEASIBLE, 0, ends).sum(axis=0))
+    return search
+
+
+def _search_tied(search: TableSearch, costs: StageCosts, halted: Callable[[], bool]) -> None:
+    """Fill `search`, one strategy of embed and head after the other, in the order of their lower bounds."""
+    tables = search.tables
+    variants = []
+    for strategy in np.flatnonzero((tables.time_ns[[0, -1]] != INFEASIBLE).all(axis=0)):
+        held = costs.held(int(strategy))
+        bounds = [held.bounds[held.key(stage)] for stage in range(tables.stages)]
+        found = best_cuts(bounds, tables.micro_batches, search.best_ns)
+        if found is not None:
+            variants.append((found[0], int(strategy), held))
+        elif least_max(bounds) is not None:
+            variants.append((search.best_ns, int(strategy), held))
+    variants.sort(key=lambda variant: variant[:2])
     lower = INFEASIBLE
-    order = [int(s) for s in np.argsort(totals, kind="stable") if totals[s] != INFEASIBLE]
-    fixed = quick - int(totals[order[0]])
-    for place, strategy in enumerate(order):
-        # The rest of the quick bound does not depend on the strategy of the ends, but for the max, which only helps.
-        floor = fixed + int(totals[strategy])
+    for place, (floor, _, held) in enumerate(variants):
         if floor >= search.best_ns:
-            lower = min(lower, floor)
+            lower = min(lower, search.best_ns)
             break
         part = TableSearch(tables=tables, best_ns=search.best_ns)
-        _search(part, costs.held(strategy), floor, halted)
-        search.labels += part.labels
+        _search(part, held, floor, halted)
         lower = min(lower, part.lower_ns)
         if part.cuts is not None:
             search.best_ns, search.cuts, search.strategies = part.best_ns, part.cuts, part.strategies
         if not part.done:
-            rest = order[place + 1 :]
-            search.lower_ns = min([lower, *(fixed + int(totals[s]) for s in rest[:1])])
-            return search
-    search.lower_ns, search.done = min(lower, search.best_ns) if lower != INFEASIBLE else INFEASIBLE, True
-    return search
+            search.labels = costs.labels
+            search.lower_ns = min([lower, *(later for later, _, _ in variants[place + 1 : place + 2])])
+            return
+    search.lower_ns, search.labels, search.done = lower, costs.labels, True
 
 
 def _search(search: TableSearch, costs: StageCosts, floor: int, halted: Callable[[], bool]) -> None:
     """Fill `search` with the best choice below its best_ns."""
     tables = search.tables
-    shared: dict[tuple[int, int, bool, bool], Int] = {}
-    for stage in range(tables.stages):
-        key = costs.key(stage)
-        if key not in shared:
-            shared[key] = costs.lower_bounds(stage)
+    shared = costs.bounds
     bounds = [shared[costs.key(stage)] for stage in range(tables.stages)]
+    more = tables.micro_batches - 1
     search.lower_ns = floor
-    closed: set[tuple[tuple[int, int, bool, bool], int, int]] = set()
     while True:
         found = best_cuts(bounds, tables.micro_batches, search.best_ns)
-        if found is None:
-            possible = search.cuts is not None or least_max(bounds) is not None
+        least = least_max(bounds)
+        if found is None or least is None:
+            possible = search.cuts is not None or least is not None
             search.lower_ns = search.best_ns if possible else INFEASIBLE
             search.done = True
             return
         search.lower_ns, cuts = max(search.lower_ns, found[0]), found[1]
-        solved = []
-        news = False
+        before, after = least_sums(bounds)
+        limits = []
         for stage, (first, end) in enumerate(pairwise(cuts)):
-            name = (costs.key(stage), first, end)
-            if name not in closed:
+            rest = int(before[stage][first] + after[stage][end])
+            # In a partition below best_ns: T + rest + more * max(T, least) < best_ns.
+            limits.append(min(search.best_ns - rest - more * least[0], (search.best_ns - 1 - rest) // (more + 1) + 1))
+        news = False
+        for look in (costs.relaxed, costs.exact):
+            answers = []
+            for stage, (first, end) in enumerate(pairwise(cuts)):
                 if halted():
                     return
-                closed.add(name)
-                news = True
-                answer, _ = costs.exact(stage, first, end)
-                search.labels += answer.labels
-                for a, b in _same(costs.layer_id, first, end):
-                    closed.add((name[0], a, b))
-                    shared[name[0]][a, b] = max(shared[name[0]][a, b], answer.lower_ns)
-            solved.append(costs.exact(stage, first, end))
-        times = [answer.upper_ns for answer, _ in solved if answer.upper_ns is not None]
-        if len(times) == len(solved):
-            value = sum(times) + (tables.micro_batches - 1) * max(times)
-            if value < search.best_ns:
-                search.best_ns, search.cuts = value, cuts
-                search.strategies = tuple(s for _, part in solved for s in part or ())
-                news = True
+                answer = look(stage, first, end, limits[stage])
+                answers.append(answer)
+                key = costs.key(stage)
+                if answer.lower_ns > shared[key][first, end]:
+                    news = True
+                    for a, b in _same(costs.layer_id, first, end):
+                        shared[key][a, b] = max(shared[key][a, b], answer.lower_ns)
+            times = [answer.upper_ns for answer in answers if answer.upper_ns is not None]
+            if len(times) == len(answers):
+                value = sum(times) + more * max(times)
+                if value < search.best_ns:
+                    search.best_ns, search.cuts, news = value, cuts, True
+                    search.strategies = tuple(s for answer in answers for s in answer.strategies)
+            if news:
+                break
+        search.labels = costs.labels
         if not news:
             search.done = True
             return
