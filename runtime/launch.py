@@ -104,7 +104,9 @@ def launch(
 
     target: "package.module:function" or "path/to/file.py:function"; payload and results are JSON types. On every rank
     the process group is up (gloo on CPU, NCCL for CUDA tensors) and its device set. `report(event)` hands an object to
-    `progress` here, with the rank added to it. Inside torchrun the target runs in this very process.
+    `progress` here, with the rank added to it. Where the target's module has a function `prepare(payload)`, that is
+    called once before the ranks are forked (CPU), to load what they can share. Inside torchrun the target runs in this
+    very process.
 
     Raises what the first failing rank raised if that is an AutoparError; RunError when a rank raised anything else (a
     bug: with its traceback), was killed, or was not done after `timeout_s` (start-up counts). However it ends, also by

@@ -1,0 +1,191 @@
+"""Seconds of collectives: what every rank does in `autopar profile cluster`.
+
+The time of one repeat is that of the slowest rank, the time of a message size the median over repeats.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopar.errors import RunError
+from autopar.formats import to_plain
+from autopar.measured import Collective, LinkCurve
+from autopar.profiler.cluster import Dimension, Groups, tasks
+from autopar.profiler.provenance import cpu_name
+
+Report = Callable[[dict[str, Any]], None]
+
+_ELEMENT_BYTES = 4  # float32
+_BURST_S = 0.004  # a repeat is so many calls as take this long, to rise above the skew of the ranks' start
+_MOST_CALLS = 8
+_LEAST_REPEATS, _MOST_REPEATS = 3, 25
+
+
+def measure_rank(payload: dict[str, Any], report: Report) -> dict[str, Any]:
+    """What this rank found: `device_name`, `memory_bytes`, and `curves` (the same on every rank), as plain values.
+
+    payload: device, sizes_bytes (ascending), ranks_per_node, budget_s (seconds to spend, shared out over the sizes). Reports how far
+    it is after every size, and every finished curve as `curve`.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    device = torch.device("cpu") if payload["device"] == "cpu" else torch.device("cuda", torch.cuda.current_device())
+    todo = tasks(world_size, payload["ranks_per_node"])
+    handles = _process_groups(d.groups for _, d in todo if not d.p2p)
+    facts = {"device_name": device_name(device), "memory_bytes": memory_bytes(device, payload["ranks_per_node"])}
+    report({"facts": facts})
+    sizes: list[int] = payload["sizes_bytes"]
+    total, curves = len(todo) * len(sizes), []
+    started = time.monotonic()
+    for place, (collective, dimension) in enumerate(todo):
+        points: dict[int, float] = {}
+        for count, wanted_bytes in enumerate(sizes):
+            what = f"{collective} over {dimension.shape.ranks} ranks, {dimension.shape.concurrent} at once"
+            done = place * len(sizes) + count
+            report({"done": done, "total": total, "what": what})
+            share_s = (payload["budget_s"] - (time.monotonic() - started)) / (total - done)
+            run, size_bytes = _call(collective, dimension, wanted_bytes, rank, device, handles)
+            points[size_bytes] = summary_s(_repeats(run, share_s, device), what)
+        curve = LinkCurve(
+            collective=collective,
+            shape=dimension.shape,
+            size_bytes=tuple(sorted(points)),
+            seconds=tuple(points[size] for size in sorted(points)),
+        )
+        curves.append(curve)
+        report({"curve": to_plain(curve)})
+    report({"done": total, "total": total, "what": "links"})
+    return {**facts, "curves": to_plain(curves)}
+
+
+def summary_s(repeats_s: Sequence[float], what: str) -> float:
+    """The median of the repeats, those beyond five times the median left out (a machine that was elsewhere).
+
+    Raises RunError for a time that no clock gives: not finite, or not positive.
+    """
+    if not repeats_s or not all(math.isfinite(s) and s > 0 for s in repeats_s):
+        raise RunError(
+            f"{what}: measured {list(repeats_s)} s",
+            why="a time must be finite and positive",
+            fix="measure again; if it persists, the clock of this machine is not usable",
+        )
+    middle = median(repeats_s)
+    return median(s for s in repeats_s if s <= 5 * middle)
+
+
+def _process_groups(dims: Iterable[Groups]) -> dict[tuple[int, ...], Any]:
+    """One process group for each distinct tuple of ranks, made in the same order on every rank."""
+    everyone = tuple(range(dist.get_world_size()))
+    handles: dict[tuple[int, ...], Any] = {everyone: dist.group.WORLD}
+    for groups in dims:
+        for ranks in groups:
+            if ranks not in handles:
+                handles[ranks] = dist.new_group(list(ranks))
+    return handles
+
+
+def _call(
+    collective: Collective,
+    dimension: Dimension,
+    wanted_bytes: int,
+    rank: int,
+    device: torch.device,
+    handles: dict[tuple[int, ...], Any],
+) -> tuple[Callable[[], object], int]:
+    """One call of the collective for this rank, and the bytes of its message as LinkCurve counts them."""
+    n = dimension.shape.ranks
+    elements = max(1, math.ceil(wanted_bytes / _ELEMENT_BYTES / n)) * n
+    whole = torch.zeros(elements, device=device)  # zeros stay zeros, however often they are summed
+    size_bytes = elements * _ELEMENT_BYTES
+    if collective == "p2p":
+        return _exchange(dimension.groups, rank, whole), size_bytes
+    group = next(handles[ranks] for ranks in dimension.groups if rank in ranks)
+    part = torch.zeros(elements // n, device=device)
+    calls: dict[Collective, Callable[[], object]] = {
+        "all_reduce": partial(dist.all_reduce, whole, group=group),
+        "all_gather": partial(dist.all_gather_into_tensor, whole, part, group=group),
+        "reduce_scatter": partial(dist.reduce_scatter_tensor, part, whole, group=group),
+        "all_to_all": partial(dist.all_to_all_single, torch.zeros_like(whole), whole, group=group),
+    }
+    return calls[collective], size_bytes
+
+
+def _exchange(pairs: Groups, rank: int, message: Tensor) -> Callable[[], None]:
+    operations = []
+    for sender, receiver in pairs:
+        if rank == sender:
+            operations.append(dist.P2POp(dist.isend, message, receiver))
+        if rank == receiver:
+            operations.append(dist.P2POp(dist.irecv, torch.empty_like(message), sender))
+
+    def run() -> None:
+        for work in dist.batch_isend_irecv(operations) if operations else ():
+            work.wait()
+
+    return run
+
+
+def _repeats(run: Callable[[], object], share_s: float, device: torch.device) -> list[float]:
+    """Seconds of one call in each repeat, of the slowest rank; all ranks repeat equally often.
+
+    The first call, which makes connections, does not count; the second decides how often to repeat.
+    """
+    _timed(run, 1, device)
+    once_s, least_s = _slowest([_timed(run, 1, device), -share_s], device)
+    calls = min(_MOST_CALLS, max(1, round(_BURST_S / once_s)))
+    count = min(_MOST_REPEATS, max(_LEAST_REPEATS, int(-least_s / (once_s * (calls + 1)))))
+    return _slowest([_timed(run, calls, device) for _ in range(count)], device)
+
+
+def _timed(run: Callable[[], object], calls: int, device: torch.device) -> float:
+    wait = torch.cuda.synchronize if device.type == "cuda" else _nothing
+    dist.barrier()
+    wait()
+    started = time.perf_counter()
+    for _ in range(calls):
+        run()
+    wait()
+    return (time.perf_counter() - started) / calls
+
+
+def _nothing() -> None:
+    pass
+
+
+def _slowest(seconds: list[float], device: torch.device) -> list[float]:
+    """For each entry the largest over all ranks."""
+    values = torch.tensor(seconds, dtype=torch.float64, device=device)
+    dist.all_reduce(values, op=dist.ReduceOp.MAX)
+    return [float(value) for value in values.tolist()]
+
+
+def device_name(device: torch.device) -> str:
+    """The maker's name of the processor or GPU."""
+    return str(torch.cuda.get_device_name(device)) if device.type == "cuda" else cpu_name()
+
+
+def memory_bytes(device: torch.device, ranks_here: int) -> int:
+    """What one rank may use in all: its GPU's memory, or its share of the machine's (of the container's, if less)."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return machine_memory_bytes() // ranks_here
+
+
+def machine_memory_bytes() -> int:
+    """The memory of this machine, or of the container where that is limited to less."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+            total = min(total, int(Path(limit).read_text(encoding="ascii")))
+    return total
