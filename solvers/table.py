@@ -114,14 +114,14 @@ def _search_tied(search: TableSearch, costs: StageCosts, halted: Callable[[], bo
     """Fill `search`, one strategy of embed and head after the other, in the order of their lower bounds."""
     tables = search.tables
     variants = []
-    for strategy in np.flatnonzero((tables.time_ns[[0, -1]] != INFEASIBLE).all(axis=0)):
-        held = costs.held(int(strategy))
+    for strategy in _end_strategies(tables, costs):
+        held = costs.held(strategy)
         bounds = [held.bounds[held.key(stage)] for stage in range(tables.stages)]
         found = best_cuts(bounds, tables.micro_batches, search.best_ns)
         if found is not None:
-            variants.append((found[0], int(strategy), held))
+            variants.append((found[0], strategy, held))
         elif least_max(bounds) is not None:
-            variants.append((search.best_ns, int(strategy), held))
+            variants.append((search.best_ns, strategy, held))
     variants.sort(key=lambda variant: variant[:2])
     lower = INFEASIBLE
     for place, (floor, _, held) in enumerate(variants):
@@ -138,6 +138,16 @@ def _search_tied(search: TableSearch, costs: StageCosts, halted: Callable[[], bo
             search.lower_ns = min([lower, *(later for later, _, _ in variants[place + 1 : place + 2])])
             return
     search.lower_ns, search.labels, search.done = lower, costs.labels, True
+
+
+def _end_strategies(tables: CostTables, costs: StageCosts) -> list[int]:
+    """What embed and head can share; without strategies that another of the same layout matches in everything."""
+    parts = (tables.time_ns, tables.state_bytes, tables.saved_bytes, tables.transient_bytes)
+    rows = np.concatenate([*(part[[0, -1]] for part in parts), tables.entry_ns[None], tables.exit_ns[None]])
+    no_worse = (rows[:, :, None] <= rows[:, None, :]).all(axis=0) & (costs.group[:, None] == costs.group[None, :])
+    earlier = np.triu(np.ones_like(no_worse), 1)
+    dominated = (no_worse & (earlier | ~no_worse.T)).any(axis=0)
+    return [int(s) for s in np.flatnonzero((tables.time_ns[[0, -1]] != INFEASIBLE).all(axis=0) & ~dominated)]
 
 
 def _search(search: TableSearch, costs: StageCosts, floor: int, halted: Callable[[], bool]) -> None:
