@@ -30,14 +30,14 @@ Report = Callable[[dict[str, Any]], None]
 _ELEMENT_BYTES = 4  # float32
 _BURST_S = 0.004  # a repeat is so many calls as take this long, to rise above the skew of the ranks' start
 _MOST_CALLS = 8
-_LEAST_REPEATS, _MOST_REPEATS = 3, 25
+_ROUNDS, _MOST_REPEATS = 3, 8  # rounds over all sizes of a curve, repeats in each
 
 
 def measure_rank(payload: dict[str, Any], report: Report) -> dict[str, Any]:
     """What this rank found: `device_name`, `memory_bytes`, and `curves` (the same on every rank), as plain values.
 
-    payload: device, sizes_bytes (ascending), ranks_per_node, budget_s (seconds to spend, shared out over the sizes). Reports how far
-    it is after every size, and every finished curve as `curve`.
+    payload: device, sizes_bytes (ascending), ranks_per_node, budget_s (to be shared out over all sizes). Reports how
+    far it is after every size, and every finished curve as `curve`.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     device = torch.device("cpu") if payload["device"] == "cpu" else torch.device("cuda", torch.cuda.current_device())
@@ -45,28 +45,40 @@ def measure_rank(payload: dict[str, Any], report: Report) -> dict[str, Any]:
     handles = _process_groups(d.groups for _, d in todo if not d.p2p)
     facts = {"device_name": device_name(device), "memory_bytes": memory_bytes(device, payload["ranks_per_node"])}
     report({"facts": facts})
-    sizes: list[int] = payload["sizes_bytes"]
-    total, curves = len(todo) * len(sizes), []
-    started = time.monotonic()
-    for place, (collective, dimension) in enumerate(todo):
-        points: dict[int, float] = {}
-        for count, wanted_bytes in enumerate(sizes):
-            what = f"{collective} over {dimension.shape.ranks} ranks, {dimension.shape.concurrent} at once"
-            done = place * len(sizes) + count
-            report({"done": done, "total": total, "what": what})
-            share_s = (payload["budget_s"] - (time.monotonic() - started)) / (total - done)
-            run, size_bytes = _call(collective, dimension, wanted_bytes, rank, device, handles)
-            points[size_bytes] = summary_s(_repeats(run, share_s, device), what)
+    clock = _Clock(budget_s=payload["budget_s"], total=len(todo) * len(payload["sizes_bytes"]) * _ROUNDS)
+    curves = []
+    for collective, dimension in todo:
+        what = f"{collective} over {dimension.shape.ranks} ranks, {dimension.shape.concurrent} at once"
+        runs = dict(_run(collective, dimension, size, rank, device, handles) for size in payload["sizes_bytes"])
+        repeats_s: dict[int, list[float]] = {size_bytes: [] for size_bytes in runs}
+        for _ in range(_ROUNDS):  # a moment in which the machine was busy elsewhere then spoils no size alone
+            for size_bytes, run in runs.items():
+                report({"done": clock.done, "total": clock.total, "what": what})
+                repeats_s[size_bytes] += _repeats(run, clock.share_s(), device)
         curve = LinkCurve(
             collective=collective,
             shape=dimension.shape,
-            size_bytes=tuple(sorted(points)),
-            seconds=tuple(points[size] for size in sorted(points)),
+            size_bytes=tuple(runs),
+            seconds=tuple(summary_s(repeats, what) for repeats in repeats_s.values()),
         )
         curves.append(curve)
         report({"curve": to_plain(curve)})
-    report({"done": total, "total": total, "what": "links"})
+    report({"done": clock.total, "total": clock.total, "what": "links"})
     return {**facts, "curves": to_plain(curves)}
+
+
+class _Clock:
+    """Shares `budget_s` out over `total` points, in so far as it lasts."""
+
+    def __init__(self, *, budget_s: float, total: int) -> None:
+        self._end = time.monotonic() + budget_s
+        self.done, self.total = 0, total
+
+    def share_s(self) -> float:
+        """The seconds for the next point; not positive when the budget is used up."""
+        share_s = (self._end - time.monotonic()) / max(1, self.total - self.done)
+        self.done += 1
+        return share_s
 
 
 def summary_s(repeats_s: Sequence[float], what: str) -> float:
@@ -95,21 +107,21 @@ def _process_groups(dims: Iterable[Groups]) -> dict[tuple[int, ...], Any]:
     return handles
 
 
-def _call(
+def _run(
     collective: Collective,
     dimension: Dimension,
     wanted_bytes: int,
     rank: int,
     device: torch.device,
     handles: dict[tuple[int, ...], Any],
-) -> tuple[Callable[[], object], int]:
-    """One call of the collective for this rank, and the bytes of its message as LinkCurve counts them."""
+) -> tuple[int, Callable[[], object]]:
+    """The bytes of the message as LinkCurve counts them, and a function that runs the collective on this rank."""
     n = dimension.shape.ranks
     elements = max(1, math.ceil(wanted_bytes / _ELEMENT_BYTES / n)) * n
     whole = torch.zeros(elements, device=device)  # zeros stay zeros, however often they are summed
     size_bytes = elements * _ELEMENT_BYTES
     if collective == "p2p":
-        return _exchange(dimension.groups, rank, whole), size_bytes
+        return size_bytes, _exchange(dimension.groups, rank, whole)
     group = next(handles[ranks] for ranks in dimension.groups if rank in ranks)
     part = torch.zeros(elements // n, device=device)
     calls: dict[Collective, Callable[[], object]] = {
@@ -118,33 +130,32 @@ def _call(
         "reduce_scatter": partial(dist.reduce_scatter_tensor, part, whole, group=group),
         "all_to_all": partial(dist.all_to_all_single, torch.zeros_like(whole), whole, group=group),
     }
-    return calls[collective], size_bytes
+    return size_bytes, calls[collective]
 
 
-def _exchange(pairs: Groups, rank: int, message: Tensor) -> Callable[[], None]:
+def _exchange(pairs: Groups, rank: int, message: Tensor) -> Callable[[], object]:
     operations = []
     for sender, receiver in pairs:
         if rank == sender:
             operations.append(dist.P2POp(dist.isend, message, receiver))
         if rank == receiver:
-            operations.append(dist.P2POp(dist.irecv, torch.empty_like(message), sender))
+            operations.append(dist.P2POp(dist.irecv, torch.zeros_like(message), sender))
+    return partial(_send_and_receive, operations)
 
-    def run() -> None:
-        for work in dist.batch_isend_irecv(operations) if operations else ():
-            work.wait()
 
-    return run
+def _send_and_receive(operations: list[dist.P2POp]) -> None:
+    for work in dist.batch_isend_irecv(operations) if operations else ():
+        work.wait()
 
 
 def _repeats(run: Callable[[], object], share_s: float, device: torch.device) -> list[float]:
-    """Seconds of one call in each repeat, of the slowest rank; all ranks repeat equally often.
+    """Seconds of one call in each repeat, of the slowest rank; all ranks repeat equally often, at least once.
 
-    The first call, which makes connections, does not count; the second decides how often to repeat.
+    The first call does not count: it makes connections and touches memory, and decides how often to repeat.
     """
-    _timed(run, 1, device)
-    once_s, least_s = _slowest([_timed(run, 1, device), -share_s], device)
+    once_s, spent_s = _slowest([_timed(run, 1, device), -share_s], device)
     calls = min(_MOST_CALLS, max(1, round(_BURST_S / once_s)))
-    count = min(_MOST_REPEATS, max(_LEAST_REPEATS, int(-least_s / (once_s * (calls + 1)))))
+    count = min(_MOST_REPEATS, max(1, int(-spent_s / (once_s * calls))))
     return _slowest([_timed(run, calls, device) for _ in range(count)], device)
 
 
