@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 
 import typer
 
-from autopar.errors import AutoparError, InputError, UsageError
+from autopar.errors import AutoparError, InputError, RunError, UsageError
 from autopar.progress import progress
 
 if TYPE_CHECKING:
@@ -64,12 +64,19 @@ def profile_cluster(
     output: Out = Path("cluster.json"), device: Device = None, nproc: Nproc = None, json: Json = False
 ) -> None:
     """Measure the links, the memory and the versions of this machine."""
-    from autopar.profiler.links import profile_links
+    from autopar.profiler.cluster import Interrupted
+    from autopar.profiler.cluster import profile_cluster as measure
     from autopar.report import cluster_table
 
     _check_writable(output)
-    with progress("profile cluster") as report:
-        found = profile_links(device=device, nproc=nproc, progress=report)
+    try:
+        with progress("profile cluster") as report:
+            found = measure(device=device, nproc=nproc, progress=report)
+    except Interrupted as interrupt:
+        if interrupt.partial is not None:
+            interrupt.partial.save(output)
+            print(f"{output} has the {len(interrupt.partial.links.curves)} finished curves", file=sys.stderr)
+        raise
     found.save(output)
     _answer(found.dumps() if json else _shown(cluster_table(found)))
 
@@ -80,23 +87,33 @@ def profile_model(
         str, typer.Argument(metavar="MODEL", help="A config class, folder, config.json, or code.py:function.")
     ],
     output: Out = Path("model.json"),
-    seq: Seq = None,
+    seq: Annotated[int, typer.Option("--seq", min=1, max=1 << 24, help="Tokens of one sample.")] = 2048,
     dtype: Dtype = "fp32",
     set_: Annotated[list[str] | None, typer.Option("--set", metavar="K=V", help="A setting of MODEL.")] = None,
+    device: Device = None,
     nproc: Nproc = None,
     json: Json = False,
 ) -> None:
     """Measure the layers of MODEL: time, parameters, activations, and which tensor-parallel degrees they allow."""
     _check_writable(output)
     overrides = _settings(set_ or ())
+    from autopar.profiler.cluster import default_device, default_nproc
     from autopar.profiler.models import profile_model as measure
     from autopar.report import model_table
     from autopar.runtime.models import canonical_source
     from autopar.units import dtype_name
 
     source, name = canonical_source(model, overrides), dtype_name(dtype)
+    where = device or default_device()
     with progress("profile model") as report:
-        found = measure(source, sequence=seq or 2048, dtype=name, nproc=nproc or 4, progress=report)
+        found = measure(
+            source,
+            sequence=seq,
+            dtype=name,
+            device=where,
+            nproc=nproc or default_nproc(where),
+            progress=report,
+        )
     found.save(output)
     _answer(found.dumps() if json else _shown(model_table(found)))
 
@@ -149,12 +166,42 @@ def search(
 
 @app.command()
 def run(plan: PlanFile, text: Text = None, steps: Steps = 20, json: Json = False) -> None:
-    """Train by PLAN in local processes; measured beside predicted."""
+    """Train by PLAN in local processes, byte by byte on a text; measured beside predicted."""
+    from autopar.outcome import Outcome
+    from autopar.plan import Plan
+    from autopar.report import outcome_parts
+
+    planned = Plan.load(plan)
+    from autopar.runtime.train import run_plan
+
+    with progress("run") as report:
+        done = run_plan(planned, text=None if text is None else str(text), steps=steps, progress=report)
+    outcome = Outcome(plan=planned, step_s=done.step_s, peak_memory_bytes=done.peak_memory_bytes, losses=done.losses)
+    _answer(outcome.dumps() if json else _shown(*outcome_parts(outcome)))
 
 
 @app.command()
 def verify(plan: PlanFile, json: Json = False) -> None:
     """Compare PLAN with one process on a small replica: the loss and every gradient."""
+    from dataclasses import asdict
+
+    from autopar.formats import dumps
+    from autopar.plan import Plan
+    from autopar.report import comparison_words
+
+    planned = Plan.load(plan)
+    from autopar.runtime.verify import verify_plan
+
+    with progress("verify") as report:
+        found = verify_plan(planned, progress=report)
+    words = comparison_words(found)
+    _answer(dumps("autopar.verify", 1, {"verified": found.agrees, **asdict(found)}) if json else words)
+    if not found.agrees:
+        raise RunError(
+            "the plan does not compute what one process computes",
+            why=words,
+            fix="report this plan as a bug; until then pin that layer to another strategy",
+        )
 
 
 @app.command()
@@ -166,6 +213,11 @@ def demo(
     json: Json = False,
 ) -> None:
     """The whole loop on this machine: profile, search, verify, train a small Llama on real text."""
+    from autopar.demo import run_demo
+    from autopar.report import demo_parts
+
+    done = run_demo(nproc=nproc, text=text, steps=steps, folder=out, progress=progress)
+    _answer(done.outcome.dumps() if json else _shown(*demo_parts(done)))
 
 
 def _answer(text: str) -> None:

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
+    from autopar.demo import Demo
+    from autopar.outcome import Outcome
+    from autopar.runtime.verify import Comparison
+
 _BARS = "▁▂▃▄▅▆▇█"
 _PIPED_WIDTH = 110
 
@@ -113,7 +117,32 @@ def plan_facts(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def comparison_table(plan: Plan, *, step_s: float, peak_memory_bytes: Sequence[int]) -> Table:
+def outcome_parts(outcome: Outcome) -> list[RenderableType]:
+    """What a run showed: the plan, predicted beside measured, the loss."""
+    table = measured_table(outcome.plan, step_s=outcome.step_s, peak_memory_bytes=outcome.peak_memory_bytes)
+    return [plan_table(outcome.plan), plan_facts(outcome.plan), table, loss_line(outcome.losses)]
+
+
+def demo_parts(demo: Demo) -> list[RenderableType]:
+    """What the demo showed, from the budget to the loss."""
+    budget = (
+        f"plain data parallelism needs {format_bytes(demo.plain_peak_bytes)} on a rank and does not fit "
+        f"the budget of {format_bytes(demo.budget_bytes)}; this plan does"
+    )
+    return [budget, *outcome_parts(demo.outcome), comparison_words(demo.comparison), f"files: {demo.folder}"]
+
+
+def comparison_words(comparison: Comparison) -> str:
+    """How far the plan was from one process, and in which layer."""
+    verdict = "verified: equal to" if comparison.agrees else "not verified: differs from"
+    return (
+        f"{verdict} one process over {comparison.steps} steps; relative errors: loss {comparison.loss:.1e}, "
+        f"gradients {comparison.gradient:.1e} (largest: {comparison.parameter}, layer {comparison.layer}, "
+        f"{comparison.strategy}), clipped norm {comparison.norm:.1e}, weights {comparison.weight:.1e}"
+    )
+
+
+def measured_table(plan: Plan, *, step_s: float, peak_memory_bytes: Sequence[int]) -> Table:
     """Predicted beside measured: the step, then the peak memory of every rank."""
     from rich.table import Table
 

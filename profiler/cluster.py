@@ -59,8 +59,8 @@ def profile_cluster(
     Raises Interrupted on Ctrl-C, with what is finished; InputError for sizes that are none; RunError as `launch` does.
     Cost: a start of processes (about 3 s), then about 0.1 s for each collective, dimension and size.
     """
-    chosen = device or ("cuda" if _gpus() else "cpu")
-    count = nproc or _default_nproc(chosen)
+    chosen = device or default_device()
+    count = nproc or default_nproc(chosen)
     ranks_per_node = int(os.environ["LOCAL_WORLD_SIZE"]) if _several_nodes() else count
     sizes_bytes = _checked(SIZES_BYTES if sizes is None else sizes)
     points = len(tasks(count, ranks_per_node)) * len(sizes_bytes)
@@ -158,7 +158,13 @@ def _several_nodes() -> bool:
     return inside_torchrun() and "LOCAL_WORLD_SIZE" in os.environ
 
 
-def _default_nproc(device: str) -> int:
+def default_device() -> Literal["cpu", "cuda"]:
+    """CUDA where there is a GPU."""
+    return "cuda" if _gpus() else "cpu"
+
+
+def default_nproc(device: Literal["cpu", "cuda"]) -> int:
+    """How many processes a profile starts: all of torchrun's, all GPUs, or one a core, at least 2."""
     if inside_torchrun():
         return int(os.environ["WORLD_SIZE"])
     if device == "cuda":

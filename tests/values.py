@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from hypothesis import strategies as st
@@ -351,6 +352,73 @@ def golden() -> dict[str, Plan | ClusterFile | ModelFile]:
             provenance=provenance,
         ),
     }
+
+
+def measured(
+    *, blocks: int = 4, world_size: int = 4, tp_degrees: tuple[int, ...] = (2, 4), tp_reason: str = ""
+) -> tuple[ModelFile, ClusterFile]:
+    """A model and a cluster as a profile would write them, with numbers by formula: what a search plans from."""
+    kinds = (kind("embed"), replace(kind(tp_degrees=tp_degrees), tp_reason=tp_reason), kind("head"))
+    costs = []
+    for one in kinds:
+        forms = [(1, False), *((degree, norms) for degree in one.tp_degrees for norms in (False, True))]
+        for tp, norms in forms:
+            size = 1_000_000 // tp
+            kept = Line(fixed=0.0, per_sample=200_000 / tp)
+            edge = Line(fixed=0.0, per_sample=10_000.0)
+            call = TensorParallelCall(collective="all_reduce", phase="forward", size_bytes=edge)
+            costs.append(
+                LayerCost(
+                    kind=one.name,
+                    tp=tp,
+                    sequence_norms=norms,
+                    samples=(1, 2, 4),
+                    forward_s=tuple(n * 1e-3 / tp for n in (1, 2, 4)),
+                    backward_s=tuple(n * 2e-3 / tp for n in (1, 2, 4)),
+                    parameter_bytes=size,
+                    trainable_bytes=size,
+                    largest_parameter_bytes=size // 2,
+                    input_bytes=edge,
+                    output_bytes=edge,
+                    saved_bytes=kept,
+                    forward_peak_bytes=Line(fixed=0.0, per_sample=250_000 / tp),
+                    backward_peak_bytes=Line(fixed=float(size), per_sample=300_000 / tp),
+                    flops=Line(fixed=0.0, per_sample=1e8 / tp),
+                    calls=(call,) if tp > 1 else (),
+                )
+            )
+    sizes = tuple(1 << power for power in range(10, 24, 2))
+    curves = [
+        LinkCurve(
+            collective=collective,
+            shape=GroupShape(ranks=ranks, concurrent=max(1, world_size // ranks)),
+            size_bytes=sizes,
+            seconds=tuple(1e-4 + size * 1e-9 for size in sizes),
+        )
+        for collective in COLLECTIVES
+        for ranks in divisors(max(2, world_size))[1:]
+    ]
+    provenance = Provenance(machine="none", date="", command="tests", versions={})
+    model_file = ModelFile(
+        model=replace(model(blocks), kinds=kinds),
+        layers=LayerProfile(
+            device="cpu", device_name="cpu", processes=world_size, sequence=16, dtype="float32", costs=tuple(costs)
+        ),
+        provenance=provenance,
+    )
+    cluster_file = ClusterFile(
+        cluster=ClusterSpec(
+            name="local",
+            device="cpu",
+            device_name="cpu",
+            world_size=world_size,
+            ranks_per_node=world_size,
+            memory_bytes=1 << 30,
+        ),
+        links=LinkProfile(curves=tuple(curves)),
+        provenance=provenance,
+    )
+    return model_file, cluster_file
 
 
 if __name__ == "__main__":

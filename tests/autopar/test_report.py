@@ -11,7 +11,7 @@ from autopar import progress as progress_module
 from autopar.plan import Plan
 from autopar.progress import progress, time_left_s
 from autopar.report import (
-    comparison_table,
+    measured_table,
     difference,
     loss_line,
     plan_facts,
@@ -66,14 +66,14 @@ def test_a_plan_is_shown_layer_by_layer() -> None:
 def test_predicted_stands_beside_measured_for_each_rank() -> None:
     value = golden()["plan.json"]
     assert isinstance(value, Plan)
-    text = render(comparison_table(value, step_s=0.1, peak_memory_bytes=[2000, 1001, 1002, 501]))
+    text = render(measured_table(value, step_s=0.1, peak_memory_bytes=[2000, 1001, 1002, 501]))
     lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if "│" in line]
     assert lines[0] == ["step", "125.0 ms", "100.0 ms", "+25.0 %"]
     assert lines[1] == ["peak memory, rank 0", "1000 B", "2.0 KiB".replace("2.0", "1.95"), "-50.0 %"]
     assert lines[4][3] == "+100.2 %"
     assert "1003 B on rank 3 of a budget of 1.00 GiB: parameters 600 B, activations 403 B" in plan_facts(value)
     assert "optimal for the tables of this profile, says solver pareto, agreed by brute" in plan_facts(value)
-    bare = render(comparison_table(plan(), step_s=0.1, peak_memory_bytes=[1] * 4))
+    bare = render(measured_table(plan(), step_s=0.1, peak_memory_bytes=[1] * 4))
     assert bare.count(" - ") == 10
 
 

@@ -1,0 +1,251 @@
+"""The command line as a process, as a user runs it: results on stdout, one error of what, why and fix on stderr."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from autopar.plan import Plan
+from tests.values import golden, measured
+
+ROOT = Path(__file__).parent.parent
+USAGE, INPUT, INFEASIBLE, INTERRUPTED = 2, 3, 4, 130
+
+
+def autopar(arguments: Sequence[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """What `autopar ARGUMENTS` does in a folder."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "autopar", *arguments]
+    return subprocess.run(
+        command, cwd=folder, env=env, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with model.json, cluster.json, plan.json, and files that are broken in one way each."""
+    model_file, cluster_file = measured()
+    model_file.save(tmp_path / "model.json")
+    cluster_file.save(tmp_path / "cluster.json")
+    golden()["plan.json"].save(tmp_path / "plan.json")
+    heads14, _ = measured(tp_degrees=(2,), tp_reason="heads 14, kv heads 2, width 1792")
+    heads14.save(tmp_path / "heads14.json")
+    for name in ("model", "cluster", "plan"):
+        text = (tmp_path / f"{name}.json").read_text()
+        (tmp_path / f"truncated-{name}.json").write_text(text[: len(text) // 2])
+    text = (tmp_path / "cluster.json").read_text()
+    (tmp_path / "world0.json").write_text(text.replace('"world_size": 4', '"world_size": 0'))
+    (tmp_path / "negative.json").write_text(text.replace('"memory_bytes": 1073741824', '"memory_bytes": -1'))
+    (tmp_path / "unknown.json").write_text(text.replace('"world_size"', '"wordl_size"'))
+    (tmp_path / "foreign.json").write_text('{"hidden_size": 64, "model_type": "llama"}')
+    (tmp_path / "empty.txt").write_text("")
+    return tmp_path
+
+
+def refused(arguments: Sequence[str], folder: Path, code: int) -> str:
+    """The error text, after checking the exit code and that nothing else was said or left behind."""
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    done = autopar(arguments, folder)
+    error = done.stderr[done.stderr.find("error: ") :]
+    assert done.returncode == code, done.stderr
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
+    assert (done.stderr.count("error: "), error.count("\n  why: "), error.count("\n  fix: ")) == (1, 1, 1), done.stderr
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    return error
+
+
+SEARCH = ("search", "--model", "model.json", "--cluster", "cluster.json", "-o", "out.json", "--global-batch")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), "Missing command"),
+        (("serch",), "serch"),
+        (("profile",), "Missing command"),
+        (("search", "--modle", "x"), "--modle"),
+        (("search", "--model", "model.json"), "Missing option"),
+        (("profile", "cluster", "--nproc", "0"), "--nproc"),
+        (("profile", "cluster", "--nproc", "-3"), "--nproc"),
+        (("profile", "cluster", "--nproc", "100000"), "--nproc"),
+        (("profile", "cluster", "--nproc", "many"), "--nproc"),
+        (("profile", "cluster", "--device", "tpu"), "tpu"),
+        (("profile", "model"), "MODEL"),
+        (("profile", "model", "LlamaConfig", "--set", "hidden_size"), "the form is K=V"),
+        (("profile", "model", "LlamaConfig", "--seq", "0"), "--seq"),
+        ((*SEARCH, "0"), "--global-batch"),
+        ((*SEARCH, "-8"), "--global-batch"),
+        ((*SEARCH, "99999999999999999999"), "--global-batch"),
+        ((*SEARCH, "16", "--pp", "0"), "--pp"),
+        (("run", "plan.json", "--steps", "0"), "--steps"),
+        (("demo", "--nproc", "0"), "--nproc"),
+        (("verify",), "PLAN"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_a_wrong_command_line_is_exit_2(folder: Path, arguments: tuple[str, ...], words: str) -> None:
+    assert words in refused(arguments, folder, USAGE)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((*SEARCH, "16", "--memory", "abc"), "24GiB"),
+        ((*SEARCH, "16", "--memory", "-1GiB"), "24GiB"),
+        ((*SEARCH, "16", "--memory", "0"), "sensible"),
+        ((*SEARCH, "16", "--dtype", "float12"), "float12"),
+        ((*SEARCH, "16", "--pin", "0-3 dp4"), "is not a pin"),
+        ((*SEARCH, "16", "--pin", "0-3: pp4"), "is not a strategy"),
+        ((*SEARCH, "16", "--pin", "0-30: dp4"), "its blocks are 0-3"),
+        ((*SEARCH, "16", "--pin", "*: dp8"), "8 ranks"),
+        ((*SEARCH, "16", "--pp", "3"), "pp 3 does not divide the 4 ranks"),
+        ((*SEARCH, "10", "--pin", "*: dp4"), "10"),
+        ((*SEARCH, "10"), "legal global batches near it"),
+        ((*SEARCH, "16", "--model", "heads14.json", "--pin", "*: tp4"), "heads 14, kv heads 2"),
+        ((*SEARCH, "16", "--model", "none.json"), "none.json does not exist"),
+        ((*SEARCH, "16", "--model", "cluster.json"), "is not an autopar.model file"),
+        ((*SEARCH, "16", "--model", "truncated-model.json"), "truncated"),
+        ((*SEARCH, "16", "--model", "foreign.json"), "kind"),
+        ((*SEARCH, "16", "--model", "."), "cannot be read"),
+        ((*SEARCH, "16", "--cluster", "truncated-cluster.json"), "truncated"),
+        ((*SEARCH, "16", "--cluster", "world0.json"), "world_size"),
+        ((*SEARCH, "16", "--cluster", "negative.json"), "memory_bytes"),
+        ((*SEARCH, "16", "--cluster", "unknown.json"), "did you mean 'world_size'?"),
+        ((*SEARCH, "16", "-o", "none/plan.json"), "there is no folder none"),
+        ((*SEARCH, "16", "-o", "."), "it is a folder"),
+        (("profile", "cluster", "-o", "none/cluster.json"), "there is no folder none"),
+        (("run", "none.json"), "none.json does not exist"),
+        (("run", "truncated-plan.json"), "truncated"),
+        (("run", "model.json"), "is not an autopar.plan file"),
+        (("run", "plan.json", "--text", "none.txt"), "none.txt does not exist"),
+        (("verify", "none.json"), "none.json does not exist"),
+        (("verify", "foreign.json"), "kind"),
+        (("demo", "--text", "none.txt"), "none.txt does not exist"),
+        (("demo", "--text", "empty.txt"), "empty.txt is empty"),
+        (("demo", "--out", "plan.json"), "plan.json"),
+    ],
+    ids=lambda value: " ".join(value[:1] + value[7:]) if isinstance(value, tuple) else "",
+)
+def test_bad_input_is_exit_3(folder: Path, arguments: tuple[str, ...], words: str) -> None:
+    assert words in refused(arguments, folder, INPUT)
+
+
+def test_a_budget_that_nothing_fits_is_exit_4_with_the_missing_bytes(folder: Path) -> None:
+    error = refused((*SEARCH, "16", "--memory", "100KB"), folder, INFEASIBLE)
+    assert "rank" in error
+    assert "MiB" in error
+
+
+def test_a_search_writes_a_plan_and_shows_it(folder: Path) -> None:
+    done = autopar((*SEARCH, "16", "--memory", "24MB", "--pin", "1: tp2-dp2".replace("tp2-dp2", "dp2-tp2")), folder)
+    assert done.returncode == 0, done.stderr
+    plan = Plan.load(folder / "out.json")
+    assert plan.strategies[2].short == "dp2-tp2"
+    assert plan.predicted is not None
+    assert max(rank.peak_bytes for rank in plan.predicted.memory) <= 24_000_000
+    assert "layers" in done.stdout
+    assert "predicted peak" in done.stdout
+    assert done.stderr.startswith("search ...\n")
+    assert "search: done in" in done.stderr
+
+
+def test_the_same_search_prints_the_same_bytes_as_json(folder: Path) -> None:
+    one, other = (autopar((*SEARCH, "16", "--json"), folder).stdout for _ in range(2))
+    assert one == other == (folder / "out.json").read_text()
+    assert json.loads(one)["kind"] == "autopar.plan"
+
+
+def test_help_is_quick_and_loads_nothing_heavy(folder: Path) -> None:
+    best_s = 1e9
+    for _ in range(5):
+        started = time.perf_counter()
+        done = autopar(("--help",), folder)
+        best_s = min(best_s, time.perf_counter() - started)
+    assert done.returncode == 0
+    assert all(name in done.stdout for name in ("profile", "search", "run", "verify", "demo", "Exit codes"))
+    assert best_s < 0.3
+    program = (
+        "import sys; sys.argv = ['autopar', '--help']\n"
+        "import autopar.cli\n"
+        "try: autopar.cli.main()\n"
+        "except SystemExit: pass\n"
+        "print([m for m in ('torch', 'pandas', 'ortools', 'rich', 'numpy') if m in sys.modules])"
+    )
+    loaded = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert loaded.stdout.splitlines()[-1] == "[]"
+
+
+def test_planning_from_files_loads_no_torch(folder: Path) -> None:
+    program = (
+        f"import sys; sys.argv = ['autopar', *{(*SEARCH, '16')!r}]\n"
+        "import autopar.cli\n"
+        "try: autopar.cli.main()\n"
+        "except SystemExit: pass\n"
+        "print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", program], cwd=folder, env=env, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "[]", done.stderr
+
+
+def test_version_goes_to_stdout(folder: Path) -> None:
+    done = autopar(("--version",), folder)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "autopar 0.1.0\n", "")
+
+
+def test_a_bug_keeps_its_traceback(folder: Path) -> None:
+    program = (
+        "import sys, autopar.cli, autopar.searching\n"
+        "def broken(*a, **k): raise ZeroDivisionError('planted')\n"
+        "autopar.searching.search_files = broken\n"
+        f"sys.argv = ['autopar', *{(*SEARCH, '16')!r}]\n"
+        "autopar.cli.main()"
+    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", program], cwd=folder, env=env, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+    assert "ZeroDivisionError: planted" in done.stderr
+
+
+def test_ctrl_c_in_a_search_keeps_the_best_so_far_and_ends_with_130(tmp_path: Path) -> None:
+    model_file, cluster_file = measured(blocks=96, world_size=64, tp_degrees=(2, 4, 8, 16))
+    model_file.save(tmp_path / "model.json")
+    cluster_file.save(tmp_path / "cluster.json")
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "autopar", *SEARCH, "4096", "--memory", "40MB"]
+    with subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        time.sleep(1.5)
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=60)
+    assert process.returncode == INTERRUPTED, stderr
+    assert b"Traceback" not in stderr
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left in (["cluster.json", "model.json", "out.json"], ["cluster.json", "model.json"])
+    if "out.json" in left:
+        Plan.load(tmp_path / "out.json")
+
+
+def test_every_command_in_the_documents_exists(folder: Path) -> None:
+    """Each `autopar ...` that a page shows names a command and options that --help knows."""
+    import re
+
+    shown = set()
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"), ROOT / "CONTRIBUTING.md"):
+        shown |= set(
+            re.findall(r"(?:^|`|&& |    )autopar ((?:profile )?[a-z]+)([^`\n]*)", page.read_text(), re.MULTILINE)
+        )
+    assert {command for command, _ in shown} >= {"profile cluster", "profile model", "search", "run", "verify", "demo"}
+    pages = {command: autopar((*command.split(), "--help"), folder).stdout for command, _ in shown}
+    for command, rest in shown:
+        for option in re.findall(r"(?<!\S)--?[a-z-]+", rest):
+            assert re.search(rf"(?<!\S){option}\b", pages[command]), f"autopar {command}{rest}"
