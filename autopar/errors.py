@@ -51,7 +51,7 @@ class InputError(AutoparError):
 
 
 class InfeasibleError(AutoparError):
-    """No plan fits the memory budget, the pins or the batch; `leanest` is the plan nearest to fitting, if there is one."""
+    """No plan fits the memory budget, the pins or the batch; `leanest` is the Plan nearest to fitting, if any."""
 
     exit_code = 4
     leanest: object | None = None
