@@ -1,0 +1,124 @@
+"""A numerical check of a derived plan on its real ranks: every gradient against the unsharded block."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from autopar.errors import RunError
+from autopar.runtime.tensor_parallel.execute import apply
+from autopar.runtime.tensor_parallel.layout import BlockPlan
+
+NOISE = 0.05
+# Gradients that are zero in exact arithmetic (biases of key projections) are compared with this part of the largest.
+ABSOLUTE_FLOOR = 1e-4
+
+
+def check_plan(
+    block: nn.Module,
+    plan: BlockPlan,
+    groups: Sequence[Any],
+    coordinate: tuple[int, ...],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    tolerance: float = 1e-3,
+) -> float:
+    """The largest relative error of output, input gradients and parameter gradients against the unsharded block.
+
+    block: whole, the same weights on every rank, and not changed; its copies get noise, because zero biases and unit
+    norms hide errors. args, kwargs: whole inputs, the same on every rank. Raises RunError, on all ranks alike, with the
+    first wrong tensor. Gradients and not only the output: without a gradient all-reduce the output is exact.
+    """
+    whole = _noisy(block)
+    local = copy.deepcopy(whole)
+    apply(local, plan, groups, coordinate)
+    rank = plan.coordinates.index(tuple(coordinate))
+    whole_inputs, local_inputs = _leaves((args, kwargs), None), _leaves((args, kwargs), (plan, rank))
+    weight = torch.Generator().manual_seed(7)
+    expected = _main_output(whole, whole_inputs)
+    direction = torch.randn(expected.shape, generator=weight, dtype=torch.float32).to(expected)
+    (expected * direction).sum().backward()
+    found = _main_output(local, local_inputs)
+    (found * _part(direction, plan, rank)).sum().backward()
+
+    errors = {"the output": _error(found, _part(expected, plan, rank), 0.0)}
+    floor = ABSOLUTE_FLOOR * max((float(p.grad.norm()) for p in whole.parameters() if p.grad is not None), default=0.0)
+    first = True
+    pairs = zip(pytree.tree_leaves(whole_inputs), pytree.tree_leaves(local_inputs), strict=True)
+    for i, (want, got) in enumerate(pairs):
+        if isinstance(want, Tensor) and want.requires_grad:
+            gradient = _gradient(want)
+            gradient = _part(gradient, plan, rank) if first else gradient
+            errors[f"the gradient of input {i}"] = _error(_gradient(got), gradient, floor)
+            first = False
+    for (name, want), got in zip(whole.named_parameters(), local.parameters(), strict=True):
+        errors[name] = _error(_gradient(got), plan.shard(name, _gradient(want), coordinate), floor)
+    worst = torch.tensor(list(errors.values()), dtype=torch.float64, device=found.device)
+    dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=groups[-1])
+    for name, error in zip(errors, worst.tolist(), strict=True):
+        if not error <= tolerance:
+            raise RunError(
+                f"the tensor-parallel plan of {type(block).__name__} is wrong at {name}",
+                why=f"it differs by {error:.1e} (relative) from the unsharded block; allowed is {tolerance:.0e}",
+                fix="run this layer without tensor parallelism and report the block",
+            )
+    return float(worst.max())
+
+
+def _noisy(block: nn.Module) -> nn.Module:
+    """A copy of a block with noise on every parameter, the same on every rank."""
+    noisy = copy.deepcopy(block)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for p in noisy.parameters():
+            p.add_(torch.randn(p.shape, generator=generator).to(p) * NOISE)
+            p.grad = None
+    return noisy
+
+
+def _leaves(inputs: Any, part: tuple[BlockPlan, int] | None) -> Any:
+    """The inputs with fresh leaves for the floating-point tensors of 3 or more dimensions, the activation first."""
+    first = True
+
+    def visit(x: Any) -> Any:
+        nonlocal first
+        if not isinstance(x, Tensor):
+            return x
+        x = x.detach()
+        if not x.is_floating_point() or x.dim() < 3:
+            return x
+        if first and part is not None:
+            x = _part(x, *part)
+        first = False
+        return x.clone().requires_grad_()
+
+    return pytree.tree_map(visit, inputs)
+
+
+def _part(x: Tensor, plan: BlockPlan, rank: int) -> Tensor:
+    return x.chunk(plan.tp, 1)[rank] if plan.sequence_norms else x
+
+
+def _main_output(block: nn.Module, inputs: Any) -> Tensor:
+    """The first floating-point tensor that a block returns."""
+    args, kwargs = inputs
+    out = block(*args, **kwargs)
+    return next(x for x in pytree.tree_leaves(out) if isinstance(x, Tensor) and x.is_floating_point())
+
+
+def _gradient(x: Tensor) -> Tensor:
+    return torch.zeros_like(x) if x.grad is None else x.grad
+
+
+def _error(found: Tensor, expected: Tensor, floor: float) -> float:
+    """Relative L2 distance; infinite when the shapes differ."""
+    if found.shape != expected.shape:
+        return float("inf")
+    found, expected = found.detach(), expected.detach()
+    return float((found - expected).norm()) / max(float(expected.norm()), floor, 1e-30)

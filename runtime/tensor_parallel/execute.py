@@ -1,0 +1,177 @@
+"""Runs a block under its plan: local parameters, and the rewritten graph of this rank as its forward."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from autopar.errors import RunError
+from autopar.runtime.tensor_parallel.collectives import Team
+from autopar.runtime.tensor_parallel.derive import derivation_of, make_teams, rewrite, solve
+from autopar.runtime.tensor_parallel.layout import BlockPlan
+from autopar.runtime.tensor_parallel.skeleton import Key, Skeleton, real_tensors, signature
+
+
+@dataclass(frozen=True, eq=False)
+class Compiled:
+    """A local graph for one signature: its code, the names of the states it takes, which flat inputs, its result."""
+
+    run: Any
+    parameters: tuple[str, ...]
+    buffers: tuple[str, ...]
+    constants: tuple[Tensor, ...]
+    inputs: tuple[int, ...]
+    spec: Any
+
+
+@dataclass(eq=False)
+class LocalGraphs:
+    """The local graphs of one block kind on this rank, compiled when a signature is first met.
+
+    The graph is exported again for every new signature (training flag, shapes, dtypes, structure, constants), about
+    0.2 s; blocks of one kind may share one object. The plan must come out the same each time.
+    """
+
+    skeleton: Skeleton
+    plan: BlockPlan
+    coordinate: tuple[int, ...]
+    teams: list[Team]
+    compiled: dict[Key, Compiled] = field(default_factory=dict)
+
+    def get(self, key: Key, args: tuple[Any, ...], kwargs: dict[str, Any], dtypes: dict[str, torch.dtype]) -> Compiled:
+        """The local graph for this key; raises InputError or RunError."""
+        found = self.compiled.get(key)
+        if found is None:
+            found = self.compiled[key] = self._compile(bool(key[0]), args, kwargs, dtypes)
+        return found
+
+    def _compile(
+        self, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any], dtypes: dict[str, torch.dtype]
+    ) -> Compiled:
+        plan = self.plan
+        if plan.sequence_norms:
+            args, kwargs = whole_sequence(args, kwargs, plan.tp)
+        graph = self.skeleton.trace(args, kwargs, training, dtypes)
+        derivation = derivation_of(self.skeleton, graph)
+        solved = solve(derivation, plan.axis_sizes, plan.sequence_norms)
+        if solved.layouts != plan.layouts:
+            wrong = next(name for name in plan.layouts if plan.layouts[name] != solved.layouts.get(name))
+            raise RunError(
+                f"the tensor-parallel plan of {derivation.class_name} does not hold for these inputs",
+                why=f"{wrong} would be cut differently for {graph.residual.meta['val'].shape}",
+                fix="keep this block data parallel, or keep the shapes it was planned for",
+            )
+        local = rewrite(solved, self.teams, self.coordinate)
+        root = nn.Module()
+        for name, module in local.modules.items():
+            root.add_module(name, module)
+        for node in local.graph.nodes:
+            if node.op == "get_attr":
+                setattr(root, str(node.target), getattr(graph.exported.graph_module, str(node.target)))
+        device = graph.residual.meta["val"].device
+        constants = [graph.exported.constants[name] for name in graph.constants.values()]
+        module = fx.GraphModule(root, local.graph)
+        return Compiled(
+            module.forward,
+            tuple(graph.parameters.values()),
+            tuple(graph.buffers.values()),
+            tuple(c.to(device) for c in constants),
+            tuple(i for i, _ in enumerate(graph.inputs)),
+            graph.exported.call_spec.out_spec,
+        )
+
+
+def whole_sequence(args: tuple[Any, ...], kwargs: dict[str, Any], tp: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The inputs with the activation (the first floating-point tensor) stretched to the whole sequence, on meta."""
+    done = False
+
+    def visit(value: Any) -> Any:
+        nonlocal done
+        if isinstance(value, Tensor) and value.is_floating_point() and not done:
+            done = True
+            return value.detach().new_empty((value.shape[0], value.shape[1] * tp, *value.shape[2:]))
+        if isinstance(value, tuple | list):
+            return type(value)(visit(x) for x in value)
+        return {k: visit(x) for k, x in value.items()} if isinstance(value, dict) else value
+
+    with real_tensors():
+        return visit(args), visit(kwargs)
+
+
+class Executor:
+    """The forward of a tensor-parallel block: takes the block's inputs, runs the local graph for their signature."""
+
+    def __init__(self, block: nn.Module, graphs: LocalGraphs) -> None:
+        self.block, self.graphs = block, graphs
+        self.__signature__ = inspect.signature(block.forward)
+        owners = dict(block.named_modules())
+        self._owners: dict[str, tuple[dict[str, Any], str]] = {}
+        for name, _ in block.named_parameters(remove_duplicate=False):
+            owner, _, leaf = name.rpartition(".")
+            self._owners[name] = (owners[owner]._parameters, leaf)
+
+    def parameter(self, name: str) -> Tensor:
+        """The local tensor of a parameter as it is now (FSDP2 puts the gathered one there)."""
+        owner, leaf = self._owners[name]
+        value = owner[leaf]
+        return value.to_local() if isinstance(value, DTensor) else value  # type: ignore[no-any-return]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The block's output on this rank."""
+        shape, flat = signature(args, kwargs)
+        values = {name: self.parameter(name) for name in self._owners}
+        key = (self.block.training, shape, *[v.dtype for v in values.values()])
+        dtypes = {name: v.dtype for name, v in values.items()}
+        local = self.graphs.compiled.get(key) or self.graphs.get(key, args, kwargs, dtypes)
+        out = local.run(
+            *[values[name] for name in local.parameters],
+            *[self.block.get_buffer(name) for name in local.buffers],
+            *local.constants,
+            *[flat[i] for i in local.inputs],
+        )
+        return pytree.tree_unflatten(list(out), local.spec)
+
+
+def apply(
+    block: nn.Module,
+    plan: BlockPlan,
+    groups: Sequence[Any] | None,
+    coordinate: tuple[int, ...],
+    graphs: LocalGraphs | None = None,
+) -> LocalGraphs:
+    """The local graphs, after replacing the block's parameters by local ones and its forward by their runner.
+
+    groups: the process group of each axis, then one of all axes when there are several, ranks row major over the
+    axes; None: collectives only change shapes. `graphs` of an earlier block of the same kind and plan are shared.
+    Names, state-dict keys, requires_grad and hooks of the block stay.
+    """
+    if isinstance(block.__dict__.get("forward"), Executor):
+        raise ValueError("the block is tensor parallel already")
+    missing = {name for name, _ in block.named_parameters(remove_duplicate=False)} ^ set(plan.layouts)
+    if missing:
+        raise ValueError(f"the plan is of another block: {sorted(missing)}")
+    if graphs is None:
+        teams = make_teams(plan.axis_sizes, coordinate, groups)
+        for team in teams:
+            if team.group is not None and dist.get_rank(team.group) != team.rank:
+                raise ValueError(f"rank {dist.get_rank(team.group)} of its group stands at {coordinate}")
+        graphs = LocalGraphs(Skeleton(block), plan, coordinate, teams)
+    executor = Executor(block, graphs)
+    local: dict[int, nn.Parameter] = {}
+    for name, p in list(block.named_parameters(remove_duplicate=False)):
+        if plan.is_cut(name) and id(p) not in local:
+            with torch.no_grad():
+                local[id(p)] = nn.Parameter(plan.shard(name, p.detach(), coordinate), requires_grad=p.requires_grad)
+        owner, _, leaf = name.rpartition(".")
+        if id(p) in local:
+            setattr(block.get_submodule(owner), leaf, local[id(p)])
+    block.forward = executor
+    return graphs
