@@ -15,15 +15,19 @@ runs out of time is not named, it is no objection.
 
 from __future__ import annotations
 
+import functools
+import os
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autopar.errors import RunError
-from autopar.price import INFEASIBLE, Choice, CostTables, score
+from autopar.price import INFEASIBLE, Choice, CostTables, Int, score
 from autopar.solvers.segment import FORBIDDEN, groups_of
 
 CP_SAT = "OR-Tools CP-SAT"
@@ -102,6 +106,9 @@ def program_of(tables: CostTables) -> Program:
     program = Program()
     ok = tables.feasible & (tables.state_bytes != INFEASIBLE)
     ok &= (tables.saved_bytes != INFEASIBLE) & (tables.transient_bytes != INFEASIBLE)
+    for layer in range(units):
+        if not (tables.tied and layer in (0, units - 1)):
+            ok[layer] &= ~_dominated(tables, group, layer)
     largest = int(np.where(tables.time_ns == INFEASIBLE, 0, tables.time_ns).max(axis=1).sum())
     for move in (tables.transition_ns, tables.entry_ns, tables.exit_ns):
         largest += units * int(np.where(move == INFEASIBLE, 0, move).max(initial=0))
@@ -182,6 +189,15 @@ def program_of(tables: CostTables) -> Program:
     return program
 
 
+def _dominated(tables: CostTables, group: Int, layer: int) -> NDArray[np.bool_]:
+    """[S]: strategies that another of the same layout matches in every number of this layer."""
+    parts = (tables.time_ns, tables.state_bytes, tables.saved_bytes, tables.transient_bytes)
+    rows = np.stack([*(part[layer] for part in parts), tables.entry_ns, tables.exit_ns])
+    no_worse = (rows[:, :, None] <= rows[:, None, :]).all(axis=0) & (group[:, None] == group[None, :])
+    earlier = np.triu(np.ones_like(no_worse), 1)
+    return np.asarray((no_worse & (earlier | ~no_worse.T)).any(axis=0))
+
+
 def _memory(program: Program, tables: CostTables, node: dict[tuple[int, int, int], int]) -> None:
     for stage in range(tables.stages):
         peak = program.amount(max(0, tables.budget_bytes[stage]))
@@ -250,8 +266,26 @@ def highs(tables: CostTables, *, limit_s: float = 10.0) -> Answer:
         return _highs(tables, limit_s)
 
 
+@functools.cache
+def _silence_banner() -> None:
+    """Make the first HiGHS object with standard output closed: its banner heeds no option and would spoil --json."""
+    import highspy
+
+    sys.stdout.flush()
+    kept = os.dup(1)
+    try:
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), 1)
+            highspy.Highs()
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
 def _highs(tables: CostTables, limit_s: float) -> Answer:
     import pulp
+
+    _silence_banner()
 
     program = program_of(tables)
     problem = pulp.LpProblem("table", pulp.LpMinimize)
