@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from autopar.axes import Layout
@@ -41,26 +42,46 @@ def place_layers(
     groups.prepare(mesh.place(strategy) for strategy in plan.strategies)
     tied = _tied_parameters(model, structure)
     body = StageBody(model, structure, plan.stage_layers(groups.stage))
-    block_plans = {}
+    block_plans = _cut_blocks(body, plan, found, described, groups)
     for number, block in body.blocks().items():
-        strategy = plan.strategies[number + 1]
-        if strategy.tp > 1:
-            derivation = described.derivations[structure.kinds[number]]
-            axes = mesh.place(strategy).tp
-            block_plan = derivation.plan(tuple(mesh.size((axis,)) for axis in axes), strategy.sequence_norms)
-            where = mesh.coordinates(groups.rank)
-            coordinate = tuple(where[axis] for axis in axes)
-            # torch.export takes a second to load and is needed under tensor parallelism only.
-            from autopar.runtime.tensor_parallel import apply
-
-            apply(block, block_plan, groups=_tensor_groups(groups, axes), coordinate=coordinate)
-            block_plans[number] = (block_plan, coordinate)
-        if strategy.recompute == "full":
+        if plan.strategies[number + 1].recompute == "full":
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
     _attach_relayouts(body, plan, groups)
     _shard(body, plan, groups)
     body.attach_exit()
     return LocalLayers(body=body, held=tuple(_held(body, plan, groups, block_plans, tied)))
+
+
+def _cut_blocks(
+    body: StageBody, plan: Plan, found: Probe, described: DescribedModel, groups: RankGroups
+) -> dict[int, tuple[BlockPlan, tuple[int, ...]]]:
+    """The plans of the tensor-parallel blocks of the stage by number, with this rank's coordinate in each.
+
+    Each distinct plan is first checked on the real ranks, every gradient against the unsharded block.
+    """
+    mesh = plan.mesh
+    cut: dict[int, tuple[BlockPlan, tuple[int, ...]]] = {}
+    checked = set()
+    for number, block in body.blocks().items():
+        strategy, kind = plan.strategies[number + 1], body.structure.kinds[number]
+        if strategy.tp == 1:
+            continue
+        # torch.export takes a second to load and is needed under tensor parallelism only.
+        from autopar.runtime.tensor_parallel import apply, check_plan
+
+        axes = mesh.place(strategy).tp
+        sizes = tuple(mesh.size((axis,)) for axis in axes)
+        block_plan = described.derivations[kind].plan(sizes, strategy.sequence_norms)
+        where = mesh.coordinates(groups.rank)
+        coordinate = tuple(where[axis] for axis in axes)
+        tensor_groups = _tensor_groups(groups, axes)
+        if (kind, axes, strategy.sequence_norms) not in checked:
+            checked.add((kind, axes, strategy.sequence_norms))
+            inputs = found.inputs[kind]
+            check_plan(block, block_plan, tensor_groups, coordinate, inputs.args, inputs.kwargs)
+        apply(block, block_plan, tensor_groups, coordinate)
+        cut[number] = (block_plan, coordinate)
+    return cut
 
 
 def _tensor_groups(groups: RankGroups, axes: tuple[str, ...]) -> list[torch.distributed.ProcessGroup]:
@@ -196,9 +217,9 @@ def _held(
             share: float | Tensor = 1.0 if strategy.zero else 1.0 / strategy.dp
             cut = None
             if layer - 1 in block_plans:
-                block_plan, coordinate = block_plans[layer - 1]
+                block_plan, _ = block_plans[layer - 1]
                 cut = TensorParallelCut(plan=block_plan, name=name.removeprefix(prefix), group=groups.along(placed.tp))
-                share = share * block_plan.share(cut.name, coordinate)
+                share = share * _tensor_share(block_plan, cut.name, parameter, groups.along(placed.dp))
             in_both = across and name in tied
             found.append(
                 HeldParameter(
@@ -213,3 +234,31 @@ def _held(
                 )
             )
     return found
+
+
+def _tensor_share(
+    plan: BlockPlan, name: str, parameter: nn.Parameter, dp_group: torch.distributed.ProcessGroup
+) -> float | Tensor:
+    """One over the number of tensor-parallel ranks that hold each element of this rank's piece.
+
+    A number where it is the same for all elements, otherwise a tensor that broadcasts over the piece (fused weights
+    whose kv heads are fewer than the ranks).
+    """
+    layout, sizes = plan.layouts[name], plan.axis_sizes
+    share = torch.ones([1] * len(layout))
+    for axis, size in enumerate(sizes):
+        free = torch.ones([1] * len(layout), dtype=torch.bool)
+        for dim, part in enumerate(layout):
+            places = torch.zeros(part.local_size(sizes), dtype=torch.bool)
+            places[part.held_by_all(axis, sizes)] = True
+            if not places.all():
+                free = free & places.reshape([-1 if d == dim else 1 for d in range(len(layout))])
+        share = torch.where(free, share / size, share)
+    if bool((share == share.flatten()[0]).all()):
+        return float(share.flatten()[0])
+    if isinstance(parameter, DTensor) and share.shape[0] > 1:
+        # fully_shard cuts the first dimension in equal chunks, the last ones shorter or empty.
+        chunks = share.chunk(torch.distributed.get_world_size(dp_group))
+        rank = torch.distributed.get_rank(dp_group)
+        share = chunks[rank] if rank < len(chunks) else share[:0]
+    return share.to(parameter.device)

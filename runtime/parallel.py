@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from math import lcm
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from autopar.runtime.spec import describe
 from autopar.runtime.stage import LossFunction, StageModule
 from autopar.runtime.structure import Probe, probe
 
-_PROBE_SAMPLES, _PROBE_TOKENS = 3, 16
+_PROBE_SAMPLES, _PROBE_TOKENS = 3, 8
 
 
 def parallelize(
@@ -287,7 +288,11 @@ def _tokens(batch: Mapping[str, Tensor]) -> int | None:
 
 
 def _example(model: nn.Module, plan: Plan) -> dict[str, Tensor]:
-    batch = example_batch(model, samples=_PROBE_SAMPLES, sequence=min(_PROBE_TOKENS, plan.request.sequence))
+    # Sequence-parallel norms want a sequence that every degree divides.
+    tokens = lcm(*(strategy.tp for strategy in plan.strategies), _PROBE_TOKENS)
+    if tokens > plan.request.sequence:
+        tokens = plan.request.sequence
+    batch = example_batch(model, samples=_PROBE_SAMPLES, sequence=tokens)
     device = next(model.parameters()).device
     return {name: value.to(device) for name, value in batch.items()}
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from autopar.axes import prime_factors
 from autopar.model import LayerKind, ModelSpec
 from autopar.runtime.structure import Probe, fingerprint, parameters_of
 
@@ -57,7 +58,7 @@ def describe(
                 parameters=parameters_of(dict(block.named_parameters(remove_duplicate=False))),
                 tp_degrees=derivation.degrees(max_tp) if derivation else (),
                 tp_reason=derivation.reason if derivation else "not derived",
-                sequence_norms=derivation.allows_sequence_norms() if derivation else False,
+                sequence_norms=_sequence_norms(derivation, max_tp),
             )
         )
     kinds.append(_outer_kind("head", model, found))
@@ -83,4 +84,14 @@ def _outer_kind(role: str, model: nn.Module, found: Probe) -> LayerKind:
         role="embed" if role == "embed" else "head",
         class_name=type(model).__name__,
         parameters=parameters_of(parameters),
+    )
+
+
+def _sequence_norms(derivation: Derivation | None, max_tp: int) -> bool:
+    """Whether a block runs with sequence-parallel norms at its smallest tensor-parallel degree."""
+    degrees = derivation.degrees(max_tp) if derivation else ()
+    return (
+        derivation is not None
+        and bool(degrees)
+        and not derivation.why_no_sequence_norms(tuple(prime_factors(degrees[0])))
     )

@@ -1,0 +1,58 @@
+"""A tiny replica of a model: the same architecture, depth and heads, with small widths; for checks before renting."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import nn
+
+from autopar.plan import Plan
+from autopar.runtime.hugging_face import is_hugging_face
+from autopar.runtime.models import build_model, canonical_source
+from autopar.runtime.structure import fingerprint
+
+SMALL_PARAMETERS = 2_000_000
+"""Models up to this many parameters are checked as they are."""
+
+_HEAD_WIDTH, _VOCABULARY, _SEQUENCE = 8, 96, 16
+
+
+def tiny_plan(plan: Plan) -> tuple[Plan, bool]:
+    """The same plan for a tiny replica of its model and batch, and whether the model was shrunk.
+
+    Layers, heads, stages, schedule and strategies stay; a micro-batch keeps one sample a rank. A model that is
+    not from a Hugging Face config has no widths to set, and is taken as it is.
+    """
+    model = build_model(plan.model.source, dtype=plan.request.dtype, device="meta")
+    source = plan.model.source
+    if is_hugging_face(model) and sum(p.numel() for p in model.parameters()) > SMALL_PARAMETERS:
+        source = canonical_source(source, _small_widths(model, plan))
+        model = build_model(source, dtype=plan.request.dtype, device="meta")
+    tp = max(strategy.tp for strategy in plan.strategies)
+    sequence = min(plan.request.sequence, max(1, _SEQUENCE // tp) * tp)
+    request = replace(
+        plan.request,
+        global_batch=plan.num_micro_batches * plan.mesh.ranks_per_stage,
+        sequence=sequence,
+    )
+    described = replace(plan.model, source=source, fingerprint=fingerprint(model))
+    return replace(plan, model=described, request=request, predicted=None, certificate=None), (
+        source != plan.model.source
+    )
+
+
+def _small_widths(model: nn.Module, plan: Plan) -> dict[str, int]:
+    """Overrides of the config, under the names that this architecture has; widths stay divisible by every tp."""
+    config = model.config
+    heads = int(config.num_attention_heads)
+    tp = max(strategy.tp for strategy in plan.strategies)
+    wanted = {
+        "hidden_size": heads * _HEAD_WIDTH,
+        "head_dim": _HEAD_WIDTH,
+        "intermediate_size": tp * 12,
+        "vocab_size": _VOCABULARY,
+    }
+    aliases: dict[str, str] = getattr(config, "attribute_map", {})
+    names = {name: aliases.get(name, name) for name in wanted}
+    known = config.to_dict()
+    return {names[n]: value for n, value in wanted.items() if known.get(names[n]) is not None}

@@ -1,0 +1,127 @@
+"""`autopar run`: train under a plan on real ranks, and measure step time and peak memory beside the prediction."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autopar.errors import RunError
+from autopar.formats import from_plain
+from autopar.plan import Plan
+from autopar.runtime.launch import launch
+from autopar.runtime.models import batch_form, build_model, vocab_size
+from autopar.runtime.parallel import parallelize
+from autopar.runtime.text import ByteBatches, check_vocabulary, default_text, read_text
+from autopar.runtime.tracker import LiveBytes
+
+LEARNING_RATE, MAX_NORM = 3e-3, 1.0
+TRACKED_STEP = 2
+"""The step (from 0) whose memory is tracked: the optimizer's state exists by then. It is not timed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What a training run showed.
+
+    losses: per step; step_s: median over the timed steps of the slowest rank; steps_s: those steps;
+    peak_memory_bytes: per rank, live tensors at the peak of one whole step, optimizer included.
+    """
+
+    losses: tuple[float, ...]
+    step_s: float
+    steps_s: tuple[float, ...]
+    peak_memory_bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _RankRun:
+    losses: tuple[float, ...]
+    steps_s: tuple[float, ...]
+    peak_memory_bytes: int
+
+
+def run_plan(
+    plan: Plan,
+    *,
+    text: str | None = None,
+    steps: int = 30,
+    timeout_s: float = 3600.0,
+    progress: Callable[[Mapping[str, Any]], None] | None = None,
+) -> Run:
+    """Train `steps` AdamW steps byte by byte on a text (a file, or the topics of pydoc) under the plan.
+
+    Starts the plan's ranks as local processes, or runs as one of them inside torchrun. Raises InputError for a text
+    or model that do not fit, RunError when a rank fails or the loss is not finite.
+    """
+    if text is not None:
+        read_text(text)
+    results = launch(
+        "autopar.runtime.train:train_rank",
+        {"plan": plan.dumps(), "text": text, "steps": steps},
+        nproc=plan.cluster.world_size,
+        timeout_s=timeout_s,
+        device=plan.cluster.device,
+        progress=progress,
+    )
+    ranks = [from_plain(_RankRun, result, "run") for result in results]
+    slowest = [max(times) for times in zip(*(rank.steps_s for rank in ranks), strict=True)]
+    return Run(
+        losses=ranks[0].losses,
+        step_s=statistics.median(slowest),
+        steps_s=tuple(slowest),
+        peak_memory_bytes=tuple(rank.peak_memory_bytes for rank in ranks),
+    )
+
+
+def prepare(payload: dict[str, Any]) -> None:
+    """Load, once for all ranks, what building the model imports."""
+    build_model(Plan.loads(payload["plan"]).model.source, device="meta")
+
+
+def train_rank(payload: dict[str, Any], report: Callable[[Mapping[str, Any]], None]) -> dict[str, Any]:
+    """One rank's part of the run as plain data; the target of `launch`."""
+    plan, steps = Plan.loads(payload["plan"]), int(payload["steps"])
+    model = build_model(plan.model.source, dtype=plan.request.dtype)
+    check_vocabulary(vocab_size(model))
+    batches = ByteBatches(
+        text=default_text() if payload["text"] is None else read_text(payload["text"]),
+        sequence=plan.request.sequence,
+        global_batch=plan.request.global_batch,
+        form=batch_form(model),
+    )
+    device = torch.device("cuda", torch.cuda.current_device()) if plan.cluster.device == "cuda" else "cpu"
+    parallel = parallelize(model.to(device), plan)
+    optimizer = torch.optim.AdamW(parallel.param_groups(), lr=LEARNING_RATE)
+    losses, times_s, peak_bytes = [], [], 0
+    for step in range(steps):
+        batch = parallel.shard_batch(batches.batch(step))
+
+        def one_step(batch: Mapping[str, torch.Tensor] = batch) -> float:
+            optimizer.zero_grad()
+            loss = parallel.train_step(batch)
+            parallel.clip_grad_norm_(MAX_NORM)
+            optimizer.step()
+            return float(loss)
+
+        dist.barrier()
+        if step == TRACKED_STEP:
+            optimizer.zero_grad()
+            with LiveBytes().adopt(parallel, optimizer, batch) as live:
+                losses.append(one_step())
+            peak_bytes = live.peak_bytes
+        else:
+            began = time.perf_counter()
+            losses.append(one_step())
+            # The first steps warm up: allocator, shapes of the pipeline, optimizer state.
+            if step > TRACKED_STEP or steps <= TRACKED_STEP + 1:
+                times_s.append(time.perf_counter() - began)
+        report({"done": step + 1, "total": steps, "loss": losses[-1]})
+    if not losses:
+        raise RunError("no step was run", why=f"steps is {steps}", fix="ask for at least one step")
+    return asdict(_RankRun(losses=tuple(losses), steps_s=tuple(times_s), peak_memory_bytes=peak_bytes))
