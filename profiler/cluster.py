@@ -55,7 +55,7 @@ def profile_cluster(
     """The links, memory and names of this machine, measured by `nproc` local processes (or those of torchrun).
 
     nproc: default all GPUs, or as many processes as this process may use cores, at least 2; device: default CUDA where
-    there is a GPU; sizes: message sizes in bytes; progress: takes `done`, `total`, `what`.
+    there is a GPU; sizes: message sizes in bytes; progress: takes `done`, `total`, `what`, or a `note`.
     Raises Interrupted on Ctrl-C, with what is finished; InputError for sizes that are none; RunError as `launch` does.
     Cost: a start of processes (about 3 s), then about 0.1 s for each collective, dimension and size.
     """
@@ -77,7 +77,7 @@ def profile_cluster(
         if event["rank"] == 0:
             facts.update(event.get("facts", {}))
             curves.extend([event["curve"]] if "curve" in event else [])
-            if progress is not None and "done" in event:
+            if progress is not None and ("done" in event or "note" in event):
                 progress(event)
 
     def file() -> ClusterFile:

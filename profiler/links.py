@@ -30,6 +30,7 @@ Report = Callable[[dict[str, Any]], None]
 _ELEMENT_BYTES = 4  # float32
 _BURST_S = 0.004  # a repeat is so many calls as take this long, to rise above the skew of the ranks' start
 _MOST_CALLS = 8
+_OUTLIER = 5
 _ROUNDS, _MOST_REPEATS = 3, 8  # rounds over all sizes of a curve, repeats in each
 
 
@@ -37,7 +38,7 @@ def measure_rank(payload: dict[str, Any], report: Report) -> dict[str, Any]:
     """What this rank found: `device_name`, `memory_bytes`, and `curves` (the same on every rank), as plain values.
 
     payload: device, sizes_bytes (ascending), ranks_per_node, budget_s (to be shared out over all sizes). Reports how
-    far it is after every size, and every finished curve as `curve`.
+    far it is at every size, every finished curve as `curve`, and repeats left out as `note`.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     device = torch.device("cpu") if payload["device"] == "cpu" else torch.device("cuda", torch.cuda.current_device())
@@ -46,7 +47,7 @@ def measure_rank(payload: dict[str, Any], report: Report) -> dict[str, Any]:
     facts = {"device_name": device_name(device), "memory_bytes": memory_bytes(device, payload["ranks_per_node"])}
     report({"facts": facts})
     clock = _Clock(budget_s=payload["budget_s"], total=len(todo) * len(payload["sizes_bytes"]) * _ROUNDS)
-    curves = []
+    curves, counted, dropped = [], 0, 0
     for collective, dimension in todo:
         what = f"{collective} over {dimension.shape.ranks} ranks, {dimension.shape.concurrent} at once"
         runs = dict(_run(collective, dimension, size, rank, device, handles) for size in payload["sizes_bytes"])
@@ -55,14 +56,19 @@ def measure_rank(payload: dict[str, Any], report: Report) -> dict[str, Any]:
             for size_bytes, run in runs.items():
                 report({"done": clock.done, "total": clock.total, "what": what})
                 repeats_s[size_bytes] += _repeats(run, clock.share_s(), device)
+        medians = {size_bytes: summary_s(repeats, what) for size_bytes, repeats in repeats_s.items()}
+        counted += sum(map(len, repeats_s.values()))
+        dropped += sum(s > _OUTLIER * medians[size] for size, repeats in repeats_s.items() for s in repeats)
         curve = LinkCurve(
             collective=collective,
             shape=dimension.shape,
-            size_bytes=tuple(runs),
-            seconds=tuple(summary_s(repeats, what) for repeats in repeats_s.values()),
+            size_bytes=tuple(medians),
+            seconds=tuple(medians.values()),
         )
         curves.append(curve)
         report({"curve": to_plain(curve)})
+    if dropped:
+        report({"note": f"{dropped} of {counted} repeats took over {_OUTLIER} times their median and do not count"})
     report({"done": clock.total, "total": clock.total, "what": "links"})
     return {**facts, "curves": to_plain(curves)}
 
@@ -93,7 +99,7 @@ def summary_s(repeats_s: Sequence[float], what: str) -> float:
             fix="measure again; if it persists, the clock of this machine is not usable",
         )
     middle = median(repeats_s)
-    return median(s for s in repeats_s if s <= 5 * middle)
+    return median(s for s in repeats_s if s <= _OUTLIER * middle)
 
 
 def _process_groups(dims: Iterable[Groups]) -> dict[tuple[int, ...], Any]:

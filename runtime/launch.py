@@ -116,6 +116,8 @@ def launch(
     """
     if nproc < 1:
         raise ValueError(f"nproc must be >= 1, not {nproc}")
+    if not 0 < timeout_s < 1e9:
+        raise ValueError(f"timeout_s must be positive and finite, not {timeout_s}")
     if inside_torchrun():
         return _run_here(target, payload, nproc, device, progress, threads_per_rank)
     with _sigterm_unwinds():
@@ -132,7 +134,8 @@ def launch(
                 folder=folder,
             )
             job_path(folder).write_text(json.dumps(asdict(job)), encoding="utf-8")
-            agent = _start_agent(job)
+            with _signals_wait():
+                agent = _start_agent(job)
             _watch(job, agent, _Events(job, progress))
             return _collect(job)
         finally:

@@ -46,6 +46,7 @@ _LINGER_S = 0.7
 
 def main(job_file: str) -> None:
     """Be the agent: start the ranks of the job, wait for them, say which died. Exits 0, or 1 if any failed."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})  # blocked while we were started
     job = read_job(job_file)
     threading.Thread(target=_end_with_parent, args=(job.folder,), daemon=True).start()
     if job.device == "cpu":
@@ -62,8 +63,8 @@ def main(job_file: str) -> None:
         nproc_per_node=job.nproc,
         run_id="autopar",
         rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",  # a free port, as torchrun --standalone takes
-        local_addr="localhost",
+        rdzv_endpoint="127.0.0.1:0",  # a free port, as torchrun --standalone takes
+        local_addr="127.0.0.1",
         max_restarts=0,
         monitor_interval=0.05,
         # CUDA cannot be used in a process forked from one that has asked for devices, as LaunchConfig does.

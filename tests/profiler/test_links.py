@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from itertools import product
+from itertools import combinations, product
 from math import nan, prod
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.axes import RankMesh, divisors
+from autopar.comm import boundary_shape, shape_of
 from autopar.errors import InputError, RunError
 from autopar.measured import COLLECTIVES, ClusterFile, GroupShape
 from autopar.profiler.cluster import Interrupted, dimensions, profile_cluster, tasks
@@ -64,6 +65,17 @@ def test_every_strategy_finds_its_groups_measured(world_size: int, ranks_per_nod
             for names in (placed.tp, placed.sp, placed.dp, placed.dp_shard, placed.dp_replicate):
                 groups = tuple(g for stage in range(pp) for g in mesh.groups(names, stage))
                 assert not names or GroupShape.of(groups, ranks_per_node) in measured, (strategy, names)
+
+
+@pytest.mark.parametrize(("world_size", "ranks_per_node"), [(4, 4), (6, 6), (8, 8), (8, 4), (12, 6)])
+def test_what_the_cost_model_looks_up_is_measured(world_size: int, ranks_per_node: int) -> None:
+    found = {(d.p2p, d.shape) for d in dimensions(world_size, ranks_per_node)}
+    for pp in divisors(world_size):
+        mesh = RankMesh.of(world_size=world_size, pp=pp, ranks_per_node=ranks_per_node)
+        for count in range(1, len(mesh.names) + 1):
+            for names in combinations(mesh.names, count):
+                assert (False, shape_of(mesh, names, ranks_per_node)) in found
+        assert pp == 1 or (True, boundary_shape(mesh, ranks_per_node)) in found
 
 
 @given(world_size=st.integers(1, 24), nodes=st.integers(1, 4))
@@ -132,6 +144,7 @@ def test_a_profile_of_this_machine(nproc: int, tmp_path: Path) -> None:
     assert file.links.overlap_origin == "assumed"
     assert file.provenance.command == "the command"
     assert "torch" in file.provenance.versions
+    events = [e for e in events if "note" not in e]
     assert [e["done"] for e in events] == sorted(e["done"] for e in events)
     assert events[-1]["done"] == events[-1]["total"]
     file.save(tmp_path / "cluster.json")
@@ -140,7 +153,7 @@ def test_a_profile_of_this_machine(nproc: int, tmp_path: Path) -> None:
 
 def test_an_interrupt_keeps_the_finished_curves(tmp_path: Path) -> None:
     def interrupt(event: dict[str, Any]) -> None:
-        if "all_gather" in event["what"]:
+        if "all_gather" in event.get("what", ""):
             raise KeyboardInterrupt
 
     with pytest.raises(Interrupted) as caught:
