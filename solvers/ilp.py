@@ -352,6 +352,6 @@ def certify(tables: CostTables, choice: Choice, *, limit_s: float = 10.0) -> tup
         if name == CP_SAT or objective == INFEASIBLE:
             agrees = answer.status == "INFEASIBLE"
         else:
-            agrees = found is not None and found - objective <= 1e-6 * objective
+            agrees = found is not None and abs(found - objective) <= 1e-6 * objective
         names += [name] if agrees else []
     return tuple(names)

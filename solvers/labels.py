@@ -212,6 +212,9 @@ def _rounded(
     threshold = segment.spare_bytes - exact.spare
     while True:
         step = max(2, int(share * (segment.base_time_ns + lower) / (2 * len(segment.order))))
+        if step > max(1, best):
+            # Even without times there are too many: the Lagrangian bound is all that is known.
+            return None, lower
         rough = replace(
             segment,
             kinds=tuple(replace(kind, time_ns=kind.time_ns // step) for kind in segment.kinds),
