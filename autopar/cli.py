@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import os
 import shutil
 import signal
 import sys
@@ -221,8 +222,9 @@ def demo(
 
 
 def _answer(text: str) -> None:
-    """Print the result on stdout."""
-    print(text.rstrip("\n"), flush=True)
+    """Print the result on stdout; inside torchrun only the first rank does."""
+    if os.environ.get("RANK", "0") == "0":
+        print(text.rstrip("\n"), flush=True)
 
 
 def _shown(*parts: RenderableType) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -18,40 +19,55 @@ _QUIET_S = 2.0
 
 @contextmanager
 def progress(step: str, *, file: TextIO | None = None) -> Iterator[Report]:
-    """A function that takes the events of this step, while inside; on stderr unless `file` is given."""
+    """A function that takes the events of this step, while inside; on stderr unless `file` is given.
+
+    Inside torchrun only the first rank speaks.
+    """
     out = file or sys.stderr
+    if os.environ.get("RANK", "0") != "0":
+        yield _silent
+        return
     if out.isatty():
         with _bar(step, out) as report:
             yield report
         return
     started = time.monotonic()
     print(f"{step} ...", file=out, flush=True)
-    yield _lines(step, out, started)
+    yield _lines(step, out)
     print(f"{step}: done in {format_seconds(time.monotonic() - started)}", file=out, flush=True)
 
 
-def time_left_s(done: float, total: float, elapsed_s: float) -> float | None:
-    """Seconds to the end at the pace so far; None before anything is done."""
-    return elapsed_s * (total - done) / done if 0 < done <= total else None
+def _silent(event: Mapping[str, Any]) -> None:
+    pass
 
 
-def _lines(step: str, out: TextIO, started: float) -> Report:
-    last = started
+def _lines(step: str, out: TextIO) -> Report:
+    """Lines at least two seconds apart. The pace is that since the first event: starting up takes its own time."""
+    begun: tuple[float, float] | None = None
+    last = time.monotonic()
 
     def report(event: Mapping[str, Any]) -> None:
-        nonlocal last
-        now = time.monotonic()
-        counted = _counted(event)
-        if counted is None or now - last < _QUIET_S:
+        nonlocal begun, last
+        now, counted = time.monotonic(), _counted(event)
+        if counted is None:
+            return
+        done, total = counted
+        if begun is None:
+            begun = now, done
+        if now - last < _QUIET_S or done >= total:
             return
         last = now
-        done, total = counted
-        left_s = time_left_s(done, total, now - started)
+        left_s = time_left_s(done - begun[1], total - begun[1], now - begun[0])
         rest = "" if left_s is None else f", {format_seconds(left_s)} left"
         what = event.get("what")
         print(f"{step}: {done:g} of {total:g}{rest}{f' ({what})' if what else ''}", file=out, flush=True)
 
     return report
+
+
+def time_left_s(done: float, total: float, elapsed_s: float) -> float | None:
+    """Seconds to the end at the pace so far; None before anything is done."""
+    return elapsed_s * (total - done) / done if 0 < done <= total else None
 
 
 def _counted(event: Mapping[str, Any]) -> tuple[float, float] | None:

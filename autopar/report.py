@@ -207,12 +207,14 @@ def cluster_table(file: ClusterFile) -> Table:
     cluster = file.cluster
     title = f"{cluster.world_size} ranks of {cluster.device_name}, {format_bytes(cluster.memory_bytes)} each"
     table = Table(title=title, title_justify="left")
-    for name in ("collective", "ranks", "groups at once", "sizes", "smallest", "largest"):
+    for name in ("collective", "ranks", "groups at once", "neighbours", "sizes", "smallest", "largest"):
         table.add_column(name, no_wrap=True, justify="left" if name == "collective" else "right")
     for curve in file.links.curves:
         ends = [f"{format_bytes(curve.size_bytes[i])} in {format_seconds(curve.seconds[i])}" for i in (0, -1)]
         shape = curve.shape
-        table.add_row(curve.collective, str(shape.ranks), str(shape.concurrent), str(len(curve.size_bytes)), *ends)
+        near = "yes" if shape.contiguous else "no"
+        sizes = str(len(curve.size_bytes))
+        table.add_row(curve.collective, str(shape.ranks), str(shape.concurrent), near, sizes, *ends)
     return table
 
 

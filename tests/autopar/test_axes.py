@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from autopar.axes import RankMesh, divisors, prime_factors
 from autopar.strategy import Strategy
-from tests.values import strategies_on
+from tests.draws import strategies_on
 
 meshes = st.integers(1, 48).flatmap(
     lambda world: st.builds(

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from autopar.axes import RankMesh, divisors
 from autopar.legality import why_batch_illegal, why_illegal, why_not_runnable
 from autopar.strategy import Strategy
-from tests.values import kind, strategies_on
+from tests.draws import strategies_on
+from tests.values import kind
 
 
 @given(st.integers(1, 64), st.integers(1, 16), st.sampled_from((1, 2, 3, 4, 6, 8)))

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from autopar.errors import InputError
 from autopar.plan import Plan
 from autopar.strategy import Strategy
-from tests.values import golden, model, plan, plans
+from tests.draws import plans
+from tests.values import golden, model, plan
 
 
 @settings(max_examples=40)

@@ -11,9 +11,9 @@ from autopar import progress as progress_module
 from autopar.plan import Plan
 from autopar.progress import progress, time_left_s
 from autopar.report import (
-    measured_table,
     difference,
     loss_line,
+    measured_table,
     plan_facts,
     plan_table,
     render,
@@ -22,7 +22,8 @@ from autopar.report import (
     strategy_words,
 )
 from autopar.strategy import Strategy
-from tests.values import golden, plan, plans
+from tests.draws import plans
+from tests.values import golden, plan
 
 
 @settings(max_examples=40)
@@ -112,16 +113,26 @@ def test_progress_without_a_terminal_is_plain_lines_of_the_first_rank(monkeypatc
     monkeypatch.setattr(progress_module, "_QUIET_S", 0.0)
     out = io.StringIO()
     with progress("profile", file=out) as report:
-        time.sleep(0.01)
         report({"done": 1, "total": 4, "what": "all_reduce", "rank": 0})
+        time.sleep(0.01)
         report({"done": 2, "total": 4, "rank": 1})
         report({"note": "not a count"})
+        report({"done": 2, "total": 4, "what": "all_gather", "rank": 0})
+        report({"done": 4, "total": 4})
     lines = out.getvalue().splitlines()
-    assert lines[0] == "profile ..."
-    assert lines[1].startswith("profile: 1 of 4, ")
-    assert lines[1].endswith(" left (all_reduce)")
-    assert lines[2].startswith("profile: done in ")
-    assert len(lines) == 3
+    assert lines[:2] == ["profile ...", "profile: 1 of 4 (all_reduce)"]
+    assert lines[2].startswith("profile: 2 of 4, ")
+    assert lines[2].endswith(" ms left (all_gather)")
+    assert lines[3].startswith("profile: done in ")
+    assert len(lines) == 4
+
+
+def test_only_the_first_rank_of_torchrun_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    out = io.StringIO()
+    with progress("profile", file=out) as report:
+        report({"done": 1, "total": 4})
+    assert out.getvalue() == ""
 
 
 def test_progress_on_a_terminal_is_a_bar_with_the_time_left() -> None:

@@ -6,7 +6,7 @@ from hypothesis import given
 from autopar.errors import InputError
 from autopar.formats import from_plain, to_plain
 from autopar.request import Pin, Request
-from tests.values import pins, requests
+from tests.draws import pins, requests
 
 
 @given(pins)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from autopar.errors import InputError
 from autopar.strategy import Strategy
-from tests.values import any_strategies
+from tests.draws import any_strategies
 
 
 @given(any_strategies)
