@@ -53,7 +53,7 @@ class RankPool:
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("spawn")
         self._workers: list[tuple[Any, Any]] = []
-        self._folder = tempfile.TemporaryDirectory()
+        self.folder = tempfile.TemporaryDirectory()
         self._count = 0
 
     def _grow(self, size: int) -> None:
@@ -66,15 +66,15 @@ class RankPool:
             self._workers.append((process, ours))
 
     def run(self, name: str, size: int, timeout_s: float = 100, **payload: Any) -> list[Any]:
-        """Results of `rank_jobs.<name>(**payload)` on each of `size` ranks; AssertionError with the first traceback."""
+        """Results of `rank_jobs.<name>(**payload)` on each of `size` ranks; AssertionError with their tracebacks."""
         self._grow(size)
         self._count += 1
-        store = f"{self._folder.name}/{self._count}"
+        store = f"{self.folder.name}/{self._count}"
         for rank in range(size):
             self._workers[rank][1].send((name, payload, rank, size, store))
         results, failures = [], []
         for rank in range(size):
-            process, connection = self._workers[rank]
+            _, connection = self._workers[rank]
             if not connection.poll(timeout_s):
                 self.close()
                 raise AssertionError(
@@ -101,3 +101,4 @@ def ranks() -> Iterator[Callable[..., list[Any]]]:
     pool = RankPool()
     yield pool.run
     pool.close()
+    pool.folder.cleanup()

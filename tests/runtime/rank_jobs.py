@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import asdict
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from autopar.axes import Axis, Layout, RankMesh
 from autopar.plan import Plan, PlanCluster, PlanModel
 from autopar.request import Request
+from autopar.runtime.groups import RankGroups
+from autopar.runtime.losses import labels_of
 from autopar.runtime.models import build_model, example_batch
 from autopar.runtime.parallel import ParallelModel
+from autopar.runtime.relayout import relayout
 from autopar.runtime.structure import fingerprint
 from autopar.runtime.verify import compare
 from autopar.strategy import Strategy
@@ -52,7 +59,7 @@ def compare_with_one_process(
 
     def batch_of(model: torch.nn.Module, step: int) -> dict[str, torch.Tensor]:
         batch = example_batch(model, samples=plan.request.global_batch, sequence=plan.request.sequence, seed=step)
-        labels = batch["labels"]
+        labels = batch[labels_of(batch)]
         labels[: len(labels) // 2, 2:] = -100
         return batch
 
@@ -80,3 +87,60 @@ def _average_one_sharded_layer(parallel: ParallelModel) -> None:
 
 
 _PLANTS = {"average": _average_one_layer, "sharded average": _average_one_sharded_layer}
+
+
+def relayout_pairs(sizes: list[int]) -> dict[str, Any]:
+    """Every layout to every other: values against cutting the whole tensor, gradients and values against DTensor."""
+    names = tuple(f"a{i}" for i in range(len(sizes)))
+    mesh = RankMesh(pp=1, axes=tuple(Axis(name=n, size=s) for n, s in zip(names, sizes, strict=True)))
+    groups = RankGroups(mesh)
+    groups.prepare([])
+    device_mesh = init_device_mesh("cpu", tuple(sizes), mesh_dim_names=names)
+    uses = list(itertools.product(("", "batch", "sequence"), repeat=len(names)))
+    layouts = [
+        Layout(
+            batch=tuple(n for n, u in zip(names, use, strict=True) if u == "batch"),
+            sequence=tuple(n for n, u in zip(names, use, strict=True) if u == "sequence"),
+        )
+        for use in uses
+    ]
+    whole = torch.arange(12 * 12 * 2, dtype=torch.float64).reshape(12, 12, 2)
+    weight = torch.randn(whole.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def part(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
+        where = mesh.coordinates(dist.get_rank())
+        for dim, axes in ((0, layout.batch), (1, layout.sequence)):
+            for axis in axes:
+                tensor = tensor.chunk(mesh.size((axis,)), dim)[where[axis]]
+        return tensor.clone(memory_format=torch.contiguous_format)
+
+    def placements(layout: Layout) -> list[Any]:
+        return [Shard(0) if n in layout.batch else Shard(1) if n in layout.sequence else Replicate() for n in names]
+
+    worst = {"value_error": 0.0, "gradient_error": 0.0, "dtensor_error": 0.0}
+    for source, target in itertools.product(layouts, layouts):
+        x = part(whole, source).requires_grad_()
+        y = relayout(x, source, target, lambda axis: groups.along((axis,)))
+        (y * part(weight, target)).sum().backward()
+        assert x.grad is not None
+        worst["value_error"] = max(worst["value_error"], _distance(y, part(whole, target)))
+        worst["gradient_error"] = max(worst["gradient_error"], _distance(x.grad, part(weight, source)))
+        stock = DTensor.from_local(part(whole, source), device_mesh, placements(source), run_check=False)
+        moved = stock.redistribute(device_mesh, placements(target)).to_local()
+        worst["dtensor_error"] = max(worst["dtensor_error"], _distance(y, moved))
+    return {**worst, "pairs": len(layouts) ** 2}
+
+
+def count_groups() -> dict[str, Any]:
+    """How many process groups a 2 x 2 mesh makes, and whether asking again gives the same one."""
+    mesh = RankMesh.of(world_size=4)
+    groups = RankGroups(mesh)
+    placed = [mesh.place(Strategy.parse(s)) for s in ("dp4", "dp2-tp2", "tp4", "dp4-z3", "dp2-z3-tp2s", "tp4s")]
+    groups.prepare(placed)
+    groups.prepare(placed)
+    same = groups.along(("a1",)) is groups.along(("a1",)) and groups.along(mesh.names) is dist.group.WORLD
+    return {"groups": len(groups._groups), "same": same}
+
+
+def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).abs().max()) if a.shape == b.shape else float("inf")

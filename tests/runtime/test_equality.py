@@ -1,0 +1,111 @@
+"""Mixed plans on real processes against one process: loss, every gradient, weights over AdamW steps with clipping."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from autopar.runtime.verify import GRADIENT_TOLERANCE, LOSS_TOLERANCE, WEIGHT_TOLERANCE
+
+Ranks = Callable[..., list[Any]]
+
+LLAMA = (
+    "LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers={layers}, num_attention_heads=4, "
+    "num_key_value_heads=2, vocab_size=64, max_position_embeddings=64{more})"
+)
+LLAMA4 = LLAMA.format(layers=4, more="")
+TIED = LLAMA.format(layers=4, more=", tie_word_embeddings=True")
+GPT2 = "GPT2Config(n_embd=32, n_layer=4, n_head=4, vocab_size=64, n_positions=64)"
+PLAIN = "examples/gpt.py:build(width=32, heads=4, blocks=4, vocab=64, context=16)"
+
+PLANS: dict[str, tuple[str, list[str], int, dict[str, Any]]] = {
+    "sharded next to tensor parallel": (
+        LLAMA4,
+        ["dp4-z3", "dp4-z3", "tp4", "dp4-z3", "tp4", "dp4-z3"],
+        4,
+        {"micro_batches": 2},
+    ),
+    "everything but pipelines": (
+        LLAMA4,
+        ["dp4-z2", "dp2-z3-tp2", "tp4s-r", "dp2-tp2s", "dp4-z2-r", "dp4"],
+        4,
+        {"micro_batches": 2},
+    ),
+    "stages of different degrees": (
+        LLAMA4,
+        ["dp2", "dp2-z3", "tp2", "tp2s", "dp2-r", "dp2-z3"],
+        4,
+        {"pp": 2, "layers_per_stage": [3, 3], "micro_batches": 4},
+    ),
+    "recompute in a filled pipeline": (
+        LLAMA4,
+        ["dp1", "dp1-r", "dp1", "dp1-r", "dp1", "dp1"],
+        4,
+        {"pp": 4, "layers_per_stage": [1, 2, 2, 1], "micro_batches": 8, "schedule": "gpipe"},
+    ),
+    "tied over two stages": (
+        TIED,
+        ["dp2-z3", "tp2", "dp2-z2", "dp2", "tp2s", "dp2-z3"],
+        4,
+        {"pp": 2, "layers_per_stage": [2, 4], "micro_batches": 2},
+    ),
+    "tied in one stage": (TIED, ["dp4-z3", "tp4", "dp4-z2", "dp2-tp2", "dp4", "dp4-z3"], 4, {"micro_batches": 2}),
+    "fused weights": (
+        GPT2,
+        ["dp4-z3", "dp2-z3-tp2", "tp4", "dp2-tp2s", "tp4s-r", "dp4-z3"],
+        4,
+        {"micro_batches": 2},
+    ),
+    "a plain module": (
+        PLAIN,
+        ["dp2-z3", "tp2", "dp2-z3-r", "tp2s", "dp2-z2", "dp2"],
+        4,
+        {"pp": 2, "layers_per_stage": [3, 3], "micro_batches": 2},
+    ),
+    "three by two ranks": (
+        LLAMA.format(layers=4, more="").replace("heads=4", "heads=6").replace("heads=2", "heads=3")
+        .replace("hidden_size=32", "hidden_size=48"),
+        ["dp6-z3", "dp3-z3-tp2", "dp2-tp3", "tp6s", "dp6-z2-r", "dp6"],
+        6,
+        {"global_batch": 12},
+    ),
+}  # fmt: skip
+
+
+def check(results: list[dict[str, Any]]) -> None:
+    for found in results:
+        assert found["loss"] <= LOSS_TOLERANCE, found
+        assert found["norm"] <= LOSS_TOLERANCE, found
+        assert found["gradient"] <= GRADIENT_TOLERANCE, found
+        assert found["weight"] <= WEIGHT_TOLERANCE, found
+        assert found["agrees"], found
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_mixed_plan_equals_one_process(name: str, ranks: Ranks) -> None:
+    source, strategies, size, shape = PLANS[name]
+    check(ranks("compare_with_one_process", size, source=source, strategies=strategies, masked=True, **shape))
+
+
+def test_eight_layers_with_eight_strategies_on_eight_ranks(ranks: Ranks) -> None:
+    eight = ["dp8-z3", "dp4-z3-tp2", "dp2-tp4", "dp4-z2-tp2s-r", "dp8-r", "dp2-z3-tp4s", "dp8-z2", "dp4-tp2"]
+    results = ranks(
+        "compare_with_one_process",
+        8,
+        source=LLAMA.format(layers=8, more=""),
+        strategies=["dp8-z3", *eight, "dp8"],
+        micro_batches=1,
+        timeout_s=200,
+    )
+    check(results)
+
+
+@pytest.mark.parametrize("fault", ["average", "sharded average"])
+def test_planted_average_in_one_layer_is_caught(fault: str, ranks: Ranks) -> None:
+    strategies = ["dp4", "dp4" if fault == "average" else "dp4-z3", "dp4", "dp4", "dp4", "dp4"]
+    found = ranks("compare_with_one_process", 4, source=LLAMA4, strategies=strategies, plant=fault, steps=1)
+    assert all(not result["agrees"] for result in found)
+    assert max(result["gradient"] for result in found) > 0.5
+    assert {result["layer"] for result in found} == {"0"}
