@@ -9,14 +9,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from autopar.axes import prime_factors
 from autopar.errors import InputError
-from autopar.measured import Line, TensorParallelCall
+from autopar.measured import TensorParallelCall
 from autopar.model import ModelSpec
 from autopar.profiler.provenance import cpu_name
 from autopar.profiler.trace import LayerCall
@@ -26,6 +27,9 @@ from autopar.runtime.spec import describe, kind_name
 from autopar.runtime.stage import LossFunction, StageBody, StageModule, replace_argument
 from autopar.runtime.structure import Probe, argument, probe
 from autopar.runtime.tracker import storage_bytes
+
+if TYPE_CHECKING:
+    from autopar.runtime.tensor_parallel import BlockPlan
 
 _PROBE_SAMPLES = 3
 
@@ -77,6 +81,7 @@ class LayerBench:
         self._loss = loss or own_loss(model, self._batch)
         self._model = model
         self._modules: dict[LayerKey, nn.Module] = {}
+        self._plans: dict[LayerKey, BlockPlan] = {}
 
     @property
     def dtype(self) -> str:
@@ -84,14 +89,18 @@ class LayerBench:
         return str(self._dtype).removeprefix("torch.")
 
     def keys(self, degrees: Sequence[int]) -> tuple[LayerKey, ...]:
-        """What can be measured with these tensor-parallel degrees, in chain order."""
+        """What can be measured with these tensor-parallel degrees, in chain order.
+
+        With sequence-parallel norms only where the block and the sequence allow it.
+        """
         found = []
         for kind in self.spec.kinds:
             found.append(LayerKey(kind=kind.name))
             for tp in degrees:
                 if tp in kind.tp_degrees:
                     found.append(LayerKey(kind=kind.name, tp=tp))
-                    if kind.sequence_norms:
+                    derivation = self._derivations[self._numbers[kind.name]]
+                    if kind.sequence_norms and derivation.why_no_sequence_norms(tuple(prime_factors(tp))) is None:
                         found.append(LayerKey(kind=kind.name, tp=tp, sequence_norms=True))
         return tuple(found)
 
@@ -110,7 +119,7 @@ class LayerBench:
             assert isinstance(first, Tensor)
             return first
 
-        hidden = self._hidden(samples)
+        hidden = self._hidden(samples, sequence_shards=key.tp if key.sequence_norms else 1)
         sides = replace_argument(args, kwargs, structure.hidden, None)
         return LayerCall(module=module, hidden=hidden, sides=sides, run=run)
 
@@ -127,13 +136,26 @@ class LayerBench:
 
     def calls(self, key: LayerKey) -> tuple[TensorParallelCall, ...]:
         """The collectives of the layer over its tensor-parallel group."""
-        if key.tp == 1:
-            return ()
-        raise NotImplementedError(key, Line)
+        return self._plan(key).calls if key.tp > 1 else ()
+
+    def _plan(self, key: LayerKey) -> BlockPlan:
+        if key not in self._plans:
+            derivation = self._derivations[self._numbers[key.kind]]
+            self._plans[key] = derivation.plan(tuple(prime_factors(key.tp)), sequence_norms=key.sequence_norms)
+        return self._plans[key]
 
     def _module(self, key: LayerKey) -> nn.Module:
+        block = self._blocks[self._numbers[key.kind]]
+        if key.tp == 1:
+            return block
         if key not in self._modules:
-            self._modules[key] = self._blocks[self._numbers[key.kind]]
+            # torch.export takes a second to load and is needed under tensor parallelism only.
+            from autopar.runtime.tensor_parallel import apply
+
+            local = copy.deepcopy(block)
+            plan = self._plan(key)
+            apply(local, plan, groups=None, coordinate=(0,) * len(plan.axis_sizes))
+            self._modules[key] = local
         return self._modules[key]
 
     def _outer_call(self, key: LayerKey, samples: int) -> LayerCall:
@@ -159,9 +181,10 @@ class LayerBench:
         body.attach_exit()
         return body if kind == "embed" else StageModule(body, self._loss)
 
-    def _hidden(self, samples: int) -> Tensor:
+    def _hidden(self, samples: int, sequence_shards: int = 1) -> Tensor:
         generator = torch.Generator().manual_seed(samples)
-        shape = (samples, *self._probe.hidden_shape)
+        tokens, *rest = self._probe.hidden_shape
+        shape = (samples, tokens // sequence_shards, *rest)
         return torch.randn(shape, generator=generator).to(device=self._device, dtype=self._dtype)
 
     def _block_inputs(self, number: int, samples: int) -> tuple[tuple[Any, ...], dict[str, Any]]:

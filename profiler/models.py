@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from autopar.errors import InputError
 from autopar.formats import from_plain
 from autopar.measured import LayerCost, LayerProfile, ModelFile
+from autopar.profiler.found import RankProfile
 from autopar.profiler.provenance import provenance
 from autopar.runtime.launch import launch
 from autopar.units import dtype_name
@@ -16,7 +17,6 @@ from autopar.units import dtype_name
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from autopar.profiler.rank import RankProfile
     from autopar.runtime.stage import LossFunction
 
 Device = Literal["cpu", "cuda"]
@@ -67,7 +67,7 @@ def profile(
 
     bench = LayerBench(model, sequence=sequence, max_tp=max(degrees, default=1), loss=loss, example=example)
     found = measure(bench, degrees=degrees, samples=counts, report=progress or _silent)
-    return _model_file([found], counts, sequence=sequence, dtype=bench.dtype, device=bench.device, command=command)
+    return _model_file([found], sequence=sequence, dtype=bench.dtype, device=bench.device, command=command)
 
 
 def profile_model(
@@ -86,8 +86,8 @@ def profile_model(
     """The layers of the model of a MODEL string, measured by `nproc` local processes at once.
 
     tp_degrees: to measure where a layer allows them (default: all divisors of nproc); samples: local samples at which
-    layers are timed (default 1, 2, 4). Raises InputError for what is no model or a batch that it cannot run, RunError
-    when a process fails or is not done in time.
+    layers are timed (default 1, 2, 4; under tensor parallelism the first and the last). Raises InputError for what is
+    no model or a batch that it cannot run, RunError when a process fails or is not done in time.
 
     Cost: one start of processes, then about 0.2 s for each layer kind, degree and number of samples, or four runs.
     """
@@ -108,27 +108,24 @@ def profile_model(
         device=device,
         progress=progress,
     )
-    from autopar.profiler.rank import RankProfile
 
     found = [from_plain(RankProfile, result, f"rank {rank}") for rank, result in enumerate(results)]
-    return _model_file(found, counts, sequence=sequence, dtype=dtype_name(dtype), device=device, command=command)
+    return _model_file(found, sequence=sequence, dtype=dtype_name(dtype), device=device, command=command)
 
 
-def _model_file(
-    found: Sequence[RankProfile], samples: Sequence[int], *, sequence: int, dtype: str, device: Device, command: str
-) -> ModelFile:
+def _model_file(found: Sequence[RankProfile], *, sequence: int, dtype: str, device: Device, command: str) -> ModelFile:
     """One file from what the ranks found: seconds are medians over ranks."""
     first = found[0]
     costs = []
     for place in range(len(first.layers)):
         (layer,) = (rank.bytes_of[str(place)] for rank in found if str(place) in rank.bytes_of)
-        rows = [rank.seconds[place] for rank in found]
+        rows, numbers = [rank.seconds[place] for rank in found], first.samples[place]
         costs.append(
             LayerCost(
                 **vars(layer),
-                samples=tuple(samples),
-                forward_s=tuple(median(row[i].forward_s for row in rows) for i in range(len(samples))),
-                backward_s=tuple(median(row[i].backward_s for row in rows) for i in range(len(samples))),
+                samples=numbers,
+                forward_s=tuple(median(row[i].forward_s for row in rows) for i in range(len(numbers))),
+                backward_s=tuple(median(row[i].backward_s for row in rows) for i in range(len(numbers))),
             )
         )
     layers = LayerProfile(

@@ -2,60 +2,31 @@
 
 from __future__ import annotations
 
-import importlib
+import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from autopar.formats import to_plain
-from autopar.measured import Line, TensorParallelCall
-from autopar.model import ModelSpec
+from autopar.measured import Line
+from autopar.profiler.found import LayerBytes, RankProfile
 from autopar.profiler.layers import LayerBench, LayerKey
-from autopar.profiler.timing import LayerSeconds, time_call
+from autopar.profiler.timing import time_call
 from autopar.profiler.trace import LayerTrace, fit, trace
-from autopar.runtime.models import build_model, prepare_source
+from autopar.runtime.models import build_model
 
 Report = Callable[[dict[str, Any]], None]
 
 
-@dataclass(frozen=True, kw_only=True)
-class LayerBytes:
-    """The part of a LayerCost that needs no clock; fields as there."""
-
-    kind: str
-    tp: int
-    sequence_norms: bool
-    parameter_bytes: int
-    trainable_bytes: int
-    largest_parameter_bytes: int
-    input_bytes: Line
-    output_bytes: Line
-    saved_bytes: Line
-    forward_peak_bytes: Line
-    backward_peak_bytes: Line
-    flops: Line
-    calls: tuple[TensorParallelCall, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankProfile:
-    """What one rank found: the model, the bytes of some layers by their place, the seconds of all, by samples."""
-
-    spec: ModelSpec
-    device_name: str
-    layers: tuple[str, ...]
-    bytes_of: dict[str, LayerBytes]
-    seconds: tuple[tuple[LayerSeconds, ...], ...]
+_prepared: dict[str, LayerBench] = {}
+"""Filled by `prepare` before the ranks are forked: they then share the weights and the exported graphs."""
 
 
 def prepare(payload: Mapping[str, Any]) -> None:
-    """Import what building and tracing the model will import, before the ranks are forked."""
-    if payload["degrees"]:
-        importlib.import_module("autopar.runtime.tensor_parallel")
-    prepare_source(payload["source"])
+    """Build the model of this payload and export its tensor-parallel graphs, once for all ranks forked later."""
+    _prepared[json.dumps(payload)] = _bench(payload)
 
 
 def profile_rank(payload: Mapping[str, Any], report: Report) -> Any:
@@ -63,30 +34,47 @@ def profile_rank(payload: Mapping[str, Any], report: Report) -> Any:
 
     payload: source, dtype, sequence, device, degrees (tensor-parallel), samples.
     """
-    device = payload["device"]
-    where = "cpu" if device == "cpu" else f"cuda:{torch.cuda.current_device()}"
-    model = build_model(payload["source"], dtype=payload["dtype"], device=where)
-    degrees: list[int] = payload["degrees"]
-    bench = LayerBench(model, sequence=payload["sequence"], source=payload["source"], max_tp=max(degrees, default=1))
-    return to_plain(measure(bench, degrees=degrees, samples=payload["samples"], report=report))
+    bench = _prepared.get(json.dumps(payload)) or _bench(payload)
+    return to_plain(measure(bench, degrees=payload["degrees"], samples=payload["samples"], report=report))
+
+
+def _bench(payload: Mapping[str, Any]) -> LayerBench:
+    source, degrees = payload["source"], payload["degrees"]
+    where = "cpu" if payload["device"] == "cpu" else f"cuda:{torch.cuda.current_device()}"
+    model = build_model(source, dtype=payload["dtype"], device=where)
+    bench = LayerBench(model, sequence=payload["sequence"], source=source, max_tp=max(degrees, default=1))
+    with torch.no_grad():
+        for key in bench.keys(degrees):
+            for number in counts(key, payload["samples"]) if key.tp > 1 else ():
+                call = bench.call(key, number)
+                call.run(call.hidden)
+    return bench
+
+
+def counts(key: LayerKey, samples: Sequence[int]) -> tuple[int, ...]:
+    """The numbers of samples at which a layer is timed: under tensor parallelism each exports a graph, so two do."""
+    return tuple(samples) if key.tp == 1 else tuple(dict.fromkeys((samples[0], samples[-1])))
 
 
 def measure(bench: LayerBench, *, degrees: Sequence[int], samples: Sequence[int], report: Report) -> RankProfile:
     """What this rank of the process group (or this process alone) measures of the layers of a model."""
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     keys = bench.keys(degrees)
-    total = len(keys) * (len(samples) + 1)
+    timed = [counts(key, samples) for key in keys]
+    done, total = 0, len(keys) + sum(map(len, timed))
     bytes_of = {}
     for place, key in enumerate(keys):
+        report({"done": done, "total": total, "what": f"memory of {key}"})
         if place % world == rank:
-            report({"done": place, "total": total, "what": f"memory of {key}"})
             bytes_of[str(place)] = layer_bytes(bench, key, samples)
+        done += 1
     seconds = []
-    for place, key in enumerate(keys):
+    for key, numbers in zip(keys, timed, strict=True):
         row = []
-        for count, number in enumerate(samples):
-            report({"done": len(keys) + place * len(samples) + count, "total": total, "what": f"time of {key}"})
+        for number in numbers:
+            report({"done": done, "total": total, "what": f"time of {key}"})
             row.append(time_call(bench.call(key, number)))
+            done += 1
         seconds.append(tuple(row))
     report({"done": total, "total": total, "what": "layers"})
     return RankProfile(
@@ -94,17 +82,19 @@ def measure(bench: LayerBench, *, degrees: Sequence[int], samples: Sequence[int]
         device_name=bench.device_name,
         layers=tuple(str(key) for key in keys),
         bytes_of=bytes_of,
+        samples=tuple(timed),
         seconds=tuple(seconds),
     )
 
 
 def layer_bytes(bench: LayerBench, key: LayerKey, samples: Sequence[int]) -> LayerBytes:
-    """Bytes and FLOPs of a layer, traced at every number of samples and fitted by lines."""
-    traces = [trace(bench.call(key, n), shared_bytes=bench.shared_bytes(key, n)) for n in samples]
+    """Bytes and FLOPs of a layer, traced at the smallest and the largest number of samples, and the lines between."""
+    ends = list(dict.fromkeys((samples[0], samples[-1])))
+    traces = [trace(bench.call(key, n), shared_bytes=bench.shared_bytes(key, n)) for n in ends]
     parameters = list(bench.call(key, samples[0]).module.parameters())
 
     def line(value: Callable[[LayerTrace], int]) -> Line:
-        return fit(samples, [value(found) for found in traces])
+        return fit(ends, [value(found) for found in traces])
 
     return LayerBytes(
         kind=key.kind,

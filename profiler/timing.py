@@ -4,32 +4,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from statistics import median
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from autopar.profiler.found import LayerSeconds
 from autopar.profiler.trace import LayerCall, run_inside_model
 
-_BURST_S = 0.04
+_BURST_S = 0.025
 _BURSTS = 3
 _MOST_REPEATS = 50
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayerSeconds:
-    """Seconds of one forward and one backward on this rank."""
-
-    forward_s: float
-    backward_s: float
 
 
 def time_call(call: LayerCall) -> LayerSeconds:
     """Seconds of a layer's forward and backward, while every rank of the process group (if any) runs the same.
 
-    Medians over bursts; a burst is the mean over so many repeats as take about 40 ms. Single runs would not do: where
+    Medians over bursts; a burst is the mean over so many repeats as take about 25 ms. Single runs would not do: where
     ranks outnumber cores, a run shorter than the scheduler's time slice seems to have a core for itself.
     """
     weight = torch.zeros((), device=next(call.module.parameters()).device, requires_grad=True)

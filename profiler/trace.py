@@ -48,8 +48,10 @@ def trace(call: LayerCall, *, shared_bytes: int = 0) -> LayerTrace:
 
     shared_bytes: side inputs that live during both peaks although this call does not hold them. The peaks count the
     side inputs (but never the batch, the incoming activation or the parameters), the saved set does not: they exist
-    once, and only one layer is at its peak at a time. Cost: two forwards and one backward.
+    once, and only one layer is at its peak at a time. Cost: three forwards and one backward.
     """
+    with torch.no_grad():
+        call.run(call.hidden)  # what runs for the first time may compile, and that is not the layer's own memory
     saved_bytes, flops = _saved(call)
     call.module.zero_grad(set_to_none=True)
     device = next(call.module.parameters()).device

@@ -111,13 +111,6 @@ def build_model(source: str, *, dtype: str = "float32", seed: int = 0, device: s
     return model.train()
 
 
-def prepare_source(source: str) -> None:
-    """Import what `build_model(source)` will import of transformers, so that processes forked later share it."""
-    base, _ = parse_source(source)
-    if re.fullmatch(r"\w*Config", base, re.ASCII) or _is_config_path(base):
-        build_model(source, device="meta")
-
-
 def _is_config_path(base: str) -> bool:
     return base.endswith(".json") or Path(base).is_dir()
 
