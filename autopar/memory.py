@@ -248,33 +248,42 @@ class Bound:
 
 
 def upper_bound(
-    unit: Unit, *, optimizer: Optimizer, before_bytes: int = 0, after_bytes: int = 0, arriving_bytes: int = 0
+    unit: Unit,
+    *,
+    optimizer: Optimizer,
+    steady: bool,
+    before_bytes: int = 0,
+    after_bytes: int = 0,
+    arriving_bytes: int = 0,
 ) -> Bound:
     """A bound that `walk` never exceeds, whatever the strategies of the other layers of the stage.
 
+    steady: as in `lower_bound`; otherwise a layer's gradients only come as its saved sets go, and the larger counts.
     before_bytes, after_bytes: the largest parameters of a ZeRO unit before and after this one in the stage, whose
     buffers may be alive while this one works; arriving_bytes: its input in the layout of the layer before.
     """
-    copies, grads = OPTIMIZER_COPIES[optimizer], unit.trainable_bytes
-    state = unit.share(unit.parameter_bytes) + unit.share(grads) * (1 + copies)
+    grads, kept, moving = unit.trainable_bytes, unit.kept_bytes, unit.input_bytes
     whole = unit.parameter_bytes if unit.zero else 0
-    state += whole if unit.zero == 2 else 0
     resident = whole if unit.zero == 3 else 0
-    kept, moving = unit.kept_bytes, unit.input_bytes
-    later_bytes = unit.later_backward_peak_bytes + (0 if unit.zero else grads)
-    backward = moving + max(unit.backward_peak_bytes, later_bytes) - kept - (0 if unit.zero else grads)
+    counted = unit.share(grads) if steady else max(0, unit.share(grads) - kept)
+    state = unit.share(unit.parameter_bytes) + unit.share(grads) * OPTIMIZER_COPIES[optimizer] + counted
+    state += whole - resident
+    # While the layer itself works backwards its gradients are there beside its saved sets.
+    own = unit.share(grads) - counted
+    around = before_bytes + after_bytes
+    work = max(unit.backward_peak_bytes, unit.later_backward_peak_bytes + (0 if unit.zero else grads))
     moments = [
-        arriving_bytes + moving + max(before_bytes, after_bytes + before_bytes),
+        arriving_bytes + moving + around + own,
         moving + before_bytes + whole,
         max(0, moving + unit.forward_peak_bytes - kept) + max(whole, before_bytes) + resident,
         unit.output_bytes + max(whole, before_bytes) + resident,
-        unit.output_bytes + after_bytes + whole + resident,  # ZeRO-2: its unsharded whole is in the state already
-        max(0, backward) + after_bytes + before_bytes + resident,
-        moving + before_bytes + (2 * grads if unit.zero else after_bytes),
+        unit.output_bytes + after_bytes + whole + resident + own,
+        max(0, moving + work - kept - (0 if unit.zero else grads)) + around + resident + own,
+        moving + before_bytes + (2 * grads if unit.zero else after_bytes) + own,
         unit.share(unit.largest_parameter_bytes) * OPTIMIZER_TEMPORARIES[optimizer],
     ]
     if unit.recompute:
-        moments.append(unit.output_bytes + unit.forward_peak_bytes + after_bytes + before_bytes + resident)
+        moments.append(unit.output_bytes + unit.forward_peak_bytes + around + resident + own)
     return Bound(state_bytes=state, saved_bytes=kept, transient_bytes=max(moments))
 
 

@@ -1,49 +1,40 @@
-"""The order of the steps of a search: enumerate, tabulate, solve, simulate the finalists, choose.
+"""The order of the steps of a search: enumerate, tabulate, solve, polish, simulate the finalists, choose.
 
-Every legal number of stages, of micro-batches and schedule makes one table. The tables are solved twice: with memory
-bounded from below, which leaves no plan out and so gives a valid lower bound, and with memory bounded from above,
-where every choice fits. The finalists of both are simulated, those over the budget are dropped, and the fastest
-simulated one is the plan.
+Every legal number of stages, of micro-batches and schedule makes three tables, of equal times: with memory bounded
+from below, which leaves no plan out and so gives a valid lower bound; estimated; and bounded from above, where every
+choice fits. Whether a choice fits is in the end what the memory walk says. The best choices of the tables, and better
+neighbours of them, are simulated, and the fastest one that fits is the plan.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
+from functools import partial
+from time import monotonic
 
 import autopar
-from autopar.axes import RankMesh, divisors
+from autopar.cuts import CutTables, check_files, cut_tables, legal_cuts
 from autopar.errors import InfeasibleError, InputError, RunError
-from autopar.legality import why_batch_illegal, why_schedule_illegal
 from autopar.measured import ClusterFile, ModelFile
 from autopar.plan import Certificate, Plan, PlanCluster, PlanModel
-from autopar.predict import predict
+from autopar.polish import Columns, Cuts, polish
+from autopar.predict import predict, stage_memory
 from autopar.price import INFEASIBLE, CostTables, score
-from autopar.request import Request, Schedule
+from autopar.request import Request
 from autopar.solvers.lean import leanest_of
 from autopar.solvers.pipeline import solve_pipeline
-from autopar.tables import tables
 from autopar.units import MIB, format_bytes
 
 SOLVER = "labels"
 SHORTLIST = 8
 ROUNDS = 6
-"""How often a finalist of the lower memory bound that does not fit makes way for a leaner one."""
-MOST_MICRO_BATCHES = 1024
-"""More micro-batches than this are tried only when the request names them."""
+"""How often a choice of a table that does not fit makes way for a leaner one."""
+POLISHED = 4
+"""How many tables have the neighbours of their best choice tried, when none is proven optimal."""
 
 Progress = Callable[[str, int, int], None]
-"""Told a phase (tables, solve, simulate), how many of its steps are done, and how many there are."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cut:
-    """One way to cut the machine and the batch."""
-
-    pp: int
-    num_micro_batches: int
-    schedule: Schedule
+"""Told a phase (tables, solve, polish), how many of its steps are done, and how many there are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,198 +71,165 @@ def search_files(
     Plan) when nothing fits the budget, RunError when stopped before anything was found.
     """
     tell: Progress = progress or (lambda phase, done, total: None)
-    budget_bytes = request.memory_bytes or cluster_file.cluster.memory_bytes
-    _check_files(model_file, cluster_file, request)
-    legal, skipped = cuts(model_file, cluster_file, request)
+    check_files(model_file, cluster_file, request)
+    legal, skipped = legal_cuts(model_file, cluster_file, request)
     if not legal:
+        more = [f"and {len(skipped) - 3} more"] if len(skipped) > 3 else []
         raise InputError(
             "no plan is legal for this request",
-            why=_first("; ", skipped),
+            why="; ".join([*skipped[:3], *more]),
             fix="change the global batch, the number of stages or the number of micro-batches",
         )
-    tried, lower, upper, reasons = _tabulate(model_file, cluster_file, request, legal, tell)
+    made, reasons = cut_tables(
+        model_file, cluster_file, request, legal, lambda done, total: tell("tables", done, total)
+    )
+    pool = _Pool(model_file=model_file, cluster_file=cluster_file, request=request, made=made)
 
-    found: dict[tuple[Cut, tuple[int, ...], tuple[int, ...]], Finalist] = {}
+    def halted() -> bool:
+        return (deadline is not None and monotonic() >= deadline) or (stop is not None and stop())
 
-    def add(table: int, layers_per_stage: tuple[int, ...], strategies: tuple[int, ...]) -> Finalist:
-        key = tried[table], layers_per_stage, strategies
-        if key not in found:
-            objective_ns = score(upper[table], layers_per_stage, strategies).objective_ns
-            plan = _plan(model_file, cluster_file, request, upper[table], *key, objective_ns)
-            found[key] = Finalist(plan=plan, fits=_peak(plan) <= budget_bytes)
-        return found[key]
-
-    def propose(made: dict[int, CostTables], step: int) -> tuple[dict[int, Finalist], int]:
-        """The simulated best choices of these tables by place, and the lower bound over all of them."""
-        tell("solve", step, ROUNDS + 2)
-        places = list(made)
-        try:
-            choices = solve_pipeline([made[p] for p in places], shortlist=SHORTLIST, deadline=deadline, stop=stop)
-        except RunError:
-            if not any(finalist.fits for finalist in found.values()):
-                raise
-            return {}, 0
-        proposed = {}
-        for i, one in enumerate(choices):
-            assert one.choice.layers_per_stage is not None
-            assert one.choice.strategies is not None
-            place = places[one.table]
-            proposed[place] = add(place, one.choice.layers_per_stage, one.choice.strategies)
-            tell("simulate", i + 1, len(choices))
-        return proposed, choices[0].lower_bound_ns if choices else INFEASIBLE
-
-    propose(dict(enumerate(upper)), 0)
-    asked, bound_ns = dict(enumerate(lower)), 0
-    for step in range(ROUNDS + 1):
-        proposed, round_ns = propose(asked, step + 1)
-        bound_ns = bound_ns if step else round_ns
-        best_ns = min((_objective(f.plan) for f in found.values() if f.fits), default=INFEASIBLE)
-        # A table whose choice does not fit is asked again for one that is leaner by as much.
-        asked = {
-            place: _with_less(asked[place], _peak(f.plan) - budget_bytes)
-            for place, f in proposed.items()
-            if not f.fits and _objective(f.plan) < best_ns
-        }
-        if not asked:
-            break
-    tell("solve", ROUNDS + 2, ROUNDS + 2)
-
-    if not any(finalist.fits for finalist in found.values()):
-        for made in (upper, lower):
-            lean = leanest_of(made)
-            if lean is not None:
-                add(lean[0], *lean[1][:2])
-    if not any(finalist.fits for finalist in found.values()):
-        raise _nothing_fits([f.plan for f in found.values()], budget_bytes, proven=bound_ns == INFEASIBLE)
-    certified = [replace(f, plan=_certified(f.plan, bound_ns)) for f in found.values()]
+    bound_ns = _propose(pool, tell, deadline, stop)
+    if bound_ns < INFEASIBLE:
+        _polish(pool, bound_ns, tell, halted)
+    if not any(finalist.fits for finalist in pool.found.values()):
+        raise _nothing_fits(pool, proven=bound_ns == INFEASIBLE)
+    certified = [replace(f, plan=_certified(f.plan, bound_ns)) for f in pool.found.values()]
     certified.sort(key=lambda f: (not f.fits, *_rank(f.plan)))
     return SearchResult(plan=certified[0].plan, finalists=tuple(certified), skipped=(*skipped, *reasons))
 
 
-def cuts(
-    model_file: ModelFile, cluster_file: ClusterFile, request: Request
-) -> tuple[tuple[Cut, ...], tuple[str, ...]]:
-    """The legal ways to cut machine and batch, and the reasons why the others are not; both in a fixed order."""
-    cluster, layers = cluster_file.cluster, len(model_file.model.layers)
-    found: list[Cut] = []
-    skipped: list[str] = []
-    counts = request.num_micro_batches or [m for m in divisors(request.global_batch) if m <= MOST_MICRO_BATCHES]
-    for pp in request.pp or divisors(cluster.world_size):
-        if cluster.world_size % pp:
-            skipped.append(f"pp {pp} does not divide the {cluster.world_size} ranks")
-            continue
-        if pp > layers:
-            skipped.append(f"pp {pp} is more than the {layers} layers of the model, embed and head included")
-            continue
-        mesh = RankMesh.of(world_size=cluster.world_size, pp=pp, ranks_per_node=cluster.ranks_per_node)
-        for count in counts:
-            # One stage runs its micro-batches one after another, whatever the schedule is called.
-            for schedule in request.schedules if pp > 1 else request.schedules[:1]:
-                reason = why_batch_illegal(request.global_batch, count, mesh)
-                if reason is None and pp > 1:
-                    reason = why_schedule_illegal(schedule, pp=pp, num_micro_batches=count)
-                if reason is None:
-                    found.append(Cut(pp=pp, num_micro_batches=count, schedule=schedule))
-                else:
-                    skipped.append(f"pp {pp}: {reason}")
-    return tuple(found), tuple(dict.fromkeys(skipped))
+class _Pool:
+    """The candidates that were simulated so far, and what it takes to simulate one."""
 
+    def __init__(self, *, model_file: ModelFile, cluster_file: ClusterFile, request: Request, made: CutTables) -> None:
+        self.model_file, self.cluster_file, self.request, self.made = model_file, cluster_file, request, made
+        self.budget_bytes = request.memory_bytes or cluster_file.cluster.memory_bytes
+        self.found: dict[tuple[int, Cuts, Columns], Finalist] = {}
+        self._peaks: dict[tuple[int, int, int, Columns], int] = {}
 
-def _check_files(model_file: ModelFile, cluster_file: ClusterFile, request: Request) -> None:
-    """InputError when the profile was made for something else than what is asked."""
-    layers, cluster = model_file.layers, cluster_file.cluster
-    asked = (("sequence", request.sequence), ("dtype", request.dtype), ("device", cluster.device))
-    for name, wanted in asked:
-        profiled = getattr(layers, name)
-        if profiled != wanted:
-            raise InputError(
-                f"the model's profile is for another {name}",
-                why=f"it was measured with {name} {profiled}, the request is for {wanted}",
-                fix="profile the model again with `autopar profile model`",
+    def add(self, table: int, layers_per_stage: Cuts, strategies: Columns) -> Finalist:
+        """The simulated candidate of a choice of a table."""
+        key = table, layers_per_stage, strategies
+        if key not in self.found:
+            plan = self._plan(*key)
+            predicted = predict(
+                plan,
+                self.model_file.model,
+                self.model_file.layers,
+                self.cluster_file.cluster,
+                self.cluster_file.links,
             )
-    if request.global_batch >= 1 << 32:
-        raise InputError(
-            f"a global batch of {request.global_batch} is absurd",
-            why="it must be below 2^32 samples",
-            fix="give the samples of one optimizer step",
+            plan = replace(plan, predicted=predicted)
+            self.found[key] = Finalist(plan=plan, fits=_peak(plan) <= self.budget_bytes)
+        return self.found[key]
+
+    def fits(self, table: int, layers_per_stage: Cuts, strategies: Columns) -> bool:
+        """Whether the memory walk of every stage stays within the budget; each stage is walked once."""
+        plan, first = None, 0
+        for stage, count in enumerate(layers_per_stage):
+            # What precedes a stage does not matter to it: activations arrive in the boundary layout.
+            key = table, stage, first, strategies[first : first + count]
+            if key not in self._peaks:
+                plan = plan or self._plan(table, layers_per_stage, strategies)
+                peak = stage_memory(plan, stage, self.model_file.model, self.model_file.layers)
+                self._peaks[key] = peak.peak_bytes
+            if self._peaks[key] > self.budget_bytes:
+                return False
+            first += count
+        return True
+
+    def best_ns(self) -> int:
+        """The least objective of the candidates that fit, INFEASIBLE without one."""
+        return min((_objective(f.plan) for f in self.found.values() if f.fits), default=INFEASIBLE)
+
+    def _plan(self, table: int, layers_per_stage: Cuts, strategies: Columns) -> Plan:
+        """The plan of a choice, without a prediction, with a certificate that has no bound yet."""
+        model, cluster, cut = self.model_file.model, self.cluster_file.cluster, self.made.cuts[table]
+        tables = self.made.upper[table]
+        return Plan(
+            model=PlanModel(
+                name=model.name,
+                source=model.source,
+                fingerprint=model.fingerprint,
+                profile=self.model_file.fingerprint,
+            ),
+            cluster=PlanCluster(
+                name=cluster.name,
+                device=cluster.device,
+                world_size=cluster.world_size,
+                ranks_per_node=cluster.ranks_per_node,
+                memory_bytes=cluster.memory_bytes,
+                profile=self.cluster_file.fingerprint,
+            ),
+            request=self.request,
+            pp=cut.pp,
+            schedule=cut.schedule,
+            num_micro_batches=cut.num_micro_batches,
+            layers_per_stage=layers_per_stage,
+            strategies=tuple(tables.strategies[s] for s in strategies),
+            certificate=Certificate(
+                objective_ns=score(tables, layers_per_stage, strategies).objective_ns,
+                lower_bound_ns=0,
+                status="gap",
+                solver=SOLVER,
+            ),
+            versions={"autopar": autopar.__version__},
         )
 
 
-def _tabulate(
-    model_file: ModelFile, cluster_file: ClusterFile, request: Request, legal: Sequence[Cut], tell: Progress
-) -> tuple[list[Cut], list[CostTables], list[CostTables], list[str]]:
-    """The cuts that have a legal strategy for every layer, their tables (lower, upper), and why others have none."""
-    tried: list[Cut] = []
-    made: dict[str, list[CostTables]] = {"lower": [], "upper": []}
-    failures: list[tuple[Cut, InputError]] = []
-    sides: tuple[Literal["lower", "upper"], ...] = ("lower", "upper")
-    for i, cut in enumerate(legal):
-        try:
-            pair = [
-                tables(
-                    model_file.model,
-                    model_file.layers,
-                    cluster_file.cluster,
-                    cluster_file.links,
-                    request,
-                    pp=cut.pp,
-                    num_micro_batches=cut.num_micro_batches,
-                    schedule=cut.schedule,
-                    memory=side,
-                )
-                for side in sides
-            ]
-        except InputError as error:
-            failures.append((cut, error))
-            continue
-        tried.append(cut)
-        for side, one in zip(sides, pair, strict=True):
-            made[side].append(one)
-        tell("tables", i + 1, len(legal))
-    if not tried:
-        # The reason of a cut whose stages are as wide as the pins says more than "occupies 4 ranks, a stage has 2".
-        widths = {pin.strategy.ranks for pin in request.pins}
-        world = cluster_file.cluster.world_size
-        raise next((error for cut, error in failures if world // cut.pp in widths), failures[0][1])
-    reasons = [f"pp {cut.pp}, {cut.num_micro_batches} micro-batches: {error.why}" for cut, error in failures]
-    return tried, made["lower"], made["upper"], list(dict.fromkeys(reasons))
+def _propose(pool: _Pool, tell: Progress, deadline: float | None, stop: Callable[[], bool] | None) -> int:
+    """The lower bound over all plans that fit, INFEASIBLE for none; the best choices of the tables join the pool."""
+    bound_ns, step, steps = 0, 0, 1 + 2 * ROUNDS
+    for made in (pool.made.upper, pool.made.near, pool.made.lower):
+        asked = dict(enumerate(made))
+        for turn in range(1 if made is pool.made.upper else ROUNDS):
+            tell("solve", step, steps)
+            step += 1
+            places = list(asked)
+            try:
+                choices = solve_pipeline(list(asked.values()), shortlist=SHORTLIST, deadline=deadline, stop=stop)
+            except RunError:
+                if pool.best_ns() == INFEASIBLE:
+                    raise
+                return 0
+            if made is pool.made.lower and turn == 0:
+                bound_ns = choices[0].lower_bound_ns if choices else INFEASIBLE
+            proposed = {}
+            for one in choices:
+                assert one.choice.layers_per_stage is not None
+                assert one.choice.strategies is not None
+                place = places[one.table]
+                proposed[place] = pool.add(place, one.choice.layers_per_stage, one.choice.strategies)
+            best_ns = pool.best_ns()
+            # A table whose choice does not fit is asked again for one that is leaner by as much.
+            asked = {
+                place: _with_less(asked[place], _peak(f.plan) - pool.budget_bytes)
+                for place, f in proposed.items()
+                if not f.fits and _objective(f.plan) < best_ns
+            }
+            if not asked:
+                break
+    tell("solve", steps, steps)
+    return bound_ns
 
 
-def _plan(
-    model_file: ModelFile,
-    cluster_file: ClusterFile,
-    request: Request,
-    made: CostTables,
-    cut: Cut,
-    layers_per_stage: tuple[int, ...],
-    strategies: tuple[int, ...],
-    objective_ns: int,
-) -> Plan:
-    """The plan of a choice, with its prediction and, so far, a certificate without a bound."""
-    model, cluster = model_file.model, cluster_file.cluster
-    plan = Plan(
-        model=PlanModel(
-            name=model.name, source=model.source, fingerprint=model.fingerprint, profile=model_file.fingerprint
-        ),
-        cluster=PlanCluster(
-            name=cluster.name,
-            device=cluster.device,
-            world_size=cluster.world_size,
-            ranks_per_node=cluster.ranks_per_node,
-            memory_bytes=cluster.memory_bytes,
-            profile=cluster_file.fingerprint,
-        ),
-        request=request,
-        pp=cut.pp,
-        schedule=cut.schedule,
-        num_micro_batches=cut.num_micro_batches,
-        layers_per_stage=layers_per_stage,
-        strategies=tuple(made.strategies[s] for s in strategies),
-        certificate=Certificate(objective_ns=objective_ns, lower_bound_ns=0, status="gap", solver=SOLVER),
-        versions={"autopar": autopar.__version__},
-    )
-    predicted = predict(plan, model, model_file.layers, cluster, cluster_file.links)
-    return replace(plan, predicted=predicted)
+def _polish(pool: _Pool, bound_ns: int, tell: Progress, halted: Callable[[], bool]) -> None:
+    """Better neighbours of the best choices, one a table, join the pool."""
+    if pool.best_ns() > bound_ns:
+        # Near the cliff the leanest choices may be the only ones that fit.
+        for made in (pool.made.upper, pool.made.near, pool.made.lower):
+            lean = leanest_of(made)
+            if lean is not None:
+                pool.add(lean[0], *lean[1][:2])
+        best: dict[int, tuple[Cuts, Columns]] = {}
+        for _, table, *choice in sorted((_objective(f.plan), *key) for key, f in pool.found.items() if f.fits):
+            best.setdefault(table, (choice[0], choice[1]))
+        tables = list(best)[:POLISHED]
+        for i, table in enumerate(tables):
+            tell("polish", i, len(tables))
+            fits = partial(pool.fits, table)
+            pool.add(table, *polish(pool.made.upper[table], *best[table], fits=fits, halted=halted))
+        tell("polish", len(tables), len(tables))
 
 
 def _with_less(made: CostTables, less_bytes: int) -> CostTables:
@@ -307,9 +265,14 @@ def _certified(plan: Plan, bound_ns: int) -> Plan:
     )
 
 
-def _nothing_fits(failed: Sequence[Plan], budget_bytes: int, *, proven: bool) -> InfeasibleError:
+def _nothing_fits(pool: _Pool, *, proven: bool) -> InfeasibleError:
     """What is missing: the leanest plan, its worst rank with its parts, and the memory that would do."""
-    plan = min(failed, key=lambda one: (_peak(one), *_rank(one)))
+    for made in (pool.made.upper, pool.made.near, pool.made.lower):
+        lean = leanest_of(made)
+        if lean is not None:
+            pool.add(lean[0], *lean[1][:2])
+    plan = min((f.plan for f in pool.found.values()), key=lambda one: (_peak(one), *_rank(one)))
+    budget_bytes = pool.budget_bytes
     assert plan.predicted is not None
     rank = plan.predicted.worst_rank
     peak_bytes, parts = _peak(plan), plan.predicted.memory[rank].parts_bytes
@@ -324,9 +287,3 @@ def _nothing_fits(failed: Sequence[Plan], budget_bytes: int, *, proven: bool) ->
     )
     error.leanest = plan
     return error
-
-
-def _first(separator: str, texts: Sequence[str], count: int = 3) -> str:
-    """The first few texts, and how many were left out."""
-    more = [f"and {len(texts) - count} more"] if len(texts) > count else []
-    return separator.join([*texts[:count], *more])

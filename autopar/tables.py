@@ -32,12 +32,13 @@ def tables(
     pp: int,
     num_micro_batches: int,
     schedule: Schedule,
-    memory: Literal["upper", "lower"] = "upper",
+    memory: Literal["upper", "near", "lower"] = "upper",
 ) -> CostTables:
     """The costs of every layer under every legal strategy, rounded up once to nanoseconds and bytes.
 
     memory "upper": bounds that the simulated peak never exceeds, so that whatever fits the table fits; "lower": that
-    it never goes below, so that no plan that fits is left out. Times are the same in both. O(kinds * strategies +
+    it never goes below, so that no plan that fits is left out; "near": no bound, what a stage of like neighbours
+    needs. Times are the same in all. O(kinds * strategies +
     layouts^2). Raises InputError when a pin or a layer has no legal strategy.
     """
     mesh = RankMesh.of(world_size=cluster.world_size, pp=pp, ranks_per_node=cluster.ranks_per_node)
@@ -45,7 +46,8 @@ def tables(
     space = StrategySpace.of(model, layers, mesh, request, micro_batch)
     count, num_layers = len(space.strategies), len(model.layers)
     live = tuple(in_flight(schedule, pp, stage, num_micro_batches) for stage in range(pp))
-    steady = all(now < num_micro_batches for now in live)
+    # Where stages differ, each bound assumes what is safe for it.
+    steady = (all if memory == "lower" else any)(now < num_micro_batches for now in live)
 
     time_ns = np.full((num_layers, count), INFEASIBLE, dtype=np.int64)
     state, saved, transient = (np.zeros((num_layers, count), dtype=np.int64) for _ in range(3))
@@ -120,7 +122,7 @@ def _bounds(
     space: StrategySpace,
     request: Request,
     *,
-    memory: Literal["upper", "lower"],
+    memory: Literal["upper", "near", "lower"],
     steady: bool,
 ) -> dict[tuple[int, int], Bound]:
     """The memory of each layer under each strategy, whatever the strategies of the others."""
@@ -132,6 +134,17 @@ def _bounds(
         }
     rows = [[units[layer, s] for s in allowed] for layer, allowed in enumerate(space.allowed)]
     gathered = [max((unit.parameter_bytes for unit in row if unit.zero), default=0) for row in rows]
+    if memory == "near":
+        return {
+            (layer, s): upper_bound(
+                unit,
+                optimizer=request.optimizer,
+                steady=steady,
+                before_bytes=gathered[layer - 1] if unit.zero and layer else 0,
+                after_bytes=[*gathered, 0][layer + 1] if unit.zero else 0,
+            )
+            for (layer, s), unit in units.items()
+        }
     before = [0, *accumulate(gathered, max)]
     after = [0, *accumulate(reversed(gathered), max)][::-1]
     arriving = [0, *(max(unit.output_bytes for unit in row) for row in rows)]
@@ -139,6 +152,7 @@ def _bounds(
         (layer, s): upper_bound(
             unit,
             optimizer=request.optimizer,
+            steady=steady,
             before_bytes=before[layer],
             after_bytes=after[layer + 1],
             arriving_bytes=arriving[layer],

@@ -24,7 +24,7 @@ from autopar.request import Request
 from autopar.strategy import Strategy
 
 HIDDEN, SEQUENCE, VOCAB = 64, 32, 256
-SIZES = tuple(1 << k for k in range(10, 25, 2))
+SIZES = tuple(1 << k for k in range(10, 25))
 ALPHA_S, BYTES_PER_S = 40e-6, 2e9
 PROVENANCE = Provenance(machine="none", date="2026-01-01", command="synthetic", versions={})
 

@@ -153,6 +153,7 @@ def test_the_walk_lies_between_its_bounds(
             upper_bound(
                 unit,
                 optimizer=optimizer,
+                steady=live < micro_batches,
                 before_bytes=max(whole[:i], default=0),
                 after_bytes=max(whole[i + 1 :], default=0),
                 arriving_bytes=stage[i - 1].output_bytes if i else 0,

@@ -1,0 +1,244 @@
+"""The whole search against every plan there is, and its answers when nothing is legal or nothing fits."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import combinations, product
+from typing import Any
+
+import pytest
+
+from autopar.cuts import Cut, legal_cuts
+from autopar.errors import InfeasibleError, InputError, RunError
+from autopar.plan import Plan
+from autopar.predict import predict, stage_memory
+from autopar.price import CostTables, score
+from autopar.request import Pin
+from autopar.searching import SearchResult, search_files
+from autopar.tables import tables
+from tests.pricing import cluster_file, model_file, request
+
+MODEL, CLUSTER = model_file(), cluster_file()
+
+
+def _search(memory_bytes: int | None = None, **changes: Any) -> SearchResult:
+    return search_files(MODEL, CLUSTER, request(memory_bytes=memory_bytes, **changes))
+
+
+def _peak(plan: Plan) -> int:
+    assert plan.predicted is not None
+    return max(rank.peak_bytes for rank in plan.predicted.memory)
+
+
+def _all_choices(made: CostTables) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    units = len(made.time_ns)
+    rows = [[s for s in range(len(made.strategies)) if made.feasible[u, s]] for u in range(units)]
+    for ends in combinations(range(1, units), made.stages - 1):
+        layers = tuple(b - a for a, b in zip((0, *ends), (*ends, units), strict=True))
+        for chosen in product(*rows):
+            yield layers, chosen
+
+
+class _Everything:
+    """Every plan of the small model: its objective, and its peak by the walk."""
+
+    def __init__(self, **changes: Any) -> None:
+        self.asked = request(**changes)
+        found = []
+        some = search_files(MODEL, CLUSTER, self.asked).plan
+        for cut in legal_cuts(MODEL, CLUSTER, self.asked)[0]:
+            made = tables(
+                MODEL.model,
+                MODEL.layers,
+                CLUSTER.cluster,
+                CLUSTER.links,
+                self.asked,
+                pp=cut.pp,
+                num_micro_batches=cut.num_micro_batches,
+                schedule=cut.schedule,
+            )
+            stages: dict[Any, int] = {}
+            for layers, chosen in _all_choices(made):
+                plan = replace(
+                    some,
+                    pp=cut.pp,
+                    schedule=cut.schedule,
+                    num_micro_batches=cut.num_micro_batches,
+                    layers_per_stage=layers,
+                    strategies=tuple(made.strategies[s] for s in chosen),
+                    predicted=None,
+                )
+                peak = 0
+                for stage in range(cut.pp):
+                    span = plan.stage_layers(stage)
+                    key = stage, span, chosen[span.start : span.stop]
+                    if key not in stages:
+                        stages[key] = stage_memory(plan, stage, MODEL.model, MODEL.layers).peak_bytes
+                    peak = max(peak, stages[key])
+                found.append((score(made, layers, chosen).objective_ns, peak))
+        self.plans = sorted(found)
+
+    def best_ns(self, memory_bytes: int) -> int | None:
+        return next((objective for objective, peak in self.plans if peak <= memory_bytes), None)
+
+
+@pytest.fixture(scope="module")
+def everything() -> _Everything:
+    return _Everything(num_micro_batches=(1, 2), schedules=("1f1b",), global_batch=8)
+
+
+def test_the_search_equals_the_enumeration_of_all_plans(everything: _Everything) -> None:
+    """At every budget: the bound holds, the plan fits by the walk, and its objective is the least that fits."""
+    peaks = sorted({peak for _, peak in everything.plans})
+    exact = 0
+    budgets = [peaks[0], *peaks[:: len(peaks) // 10], peaks[-1]]
+    for memory_bytes in budgets:
+        asked = replace(everything.asked, memory_bytes=memory_bytes)
+        result = search_files(MODEL, CLUSTER, asked)
+        best_ns = everything.best_ns(memory_bytes)
+        assert best_ns is not None
+        found = [f.plan.certificate for f in result.finalists if f.fits]
+        assert all(_peak(f.plan) <= memory_bytes for f in result.finalists if f.fits)
+        assert all(c is not None and c.lower_bound_ns <= best_ns <= c.objective_ns for c in found)
+        exact += min(c.objective_ns for c in found if c is not None) == best_ns
+        assert min(c.objective_ns for c in found if c is not None) <= best_ns * 1.1
+    print(f"{exact} of {len(budgets)} budgets exact over {len(everything.plans)} plans")
+    assert exact >= len(budgets) - 3
+
+
+def test_one_byte_less_than_the_leanest_plan_does_not_fit(everything: _Everything) -> None:
+    least = min(peak for _, peak in everything.plans)
+    with pytest.raises(InfeasibleError) as caught:
+        search_files(MODEL, CLUSTER, replace(everything.asked, memory_bytes=least - 1))
+    words = str(caught.value)
+    assert "No plan fits" in words
+    assert "are missing" in words
+    assert "rank" in words
+    leanest = caught.value.leanest
+    assert isinstance(leanest, Plan)
+    assert _peak(leanest) > least - 1
+
+
+def test_the_fix_of_an_infeasible_request_works() -> None:
+    with pytest.raises(InfeasibleError) as caught:
+        _search(1 << 19)
+    size = int(caught.value.fix.split("MiB")[0].split()[-1]) << 20
+    assert _peak(_search(size).plan) <= size
+
+
+def test_a_table_optimum_with_room_is_proven() -> None:
+    plan = _search().plan
+    assert plan.certificate is not None
+    assert (plan.certificate.status, plan.certificate.gap) == ("optimal", 0.0)
+    plan.check(MODEL.model)
+
+
+def test_more_memory_never_hurts() -> None:
+    steps = []
+    for memory_bytes in (1 << 20, 3 << 19, 1 << 21, 3 << 20, 1 << 22):
+        predicted = _search(memory_bytes).plan.predicted
+        assert predicted is not None
+        steps.append(predicted.step_s)
+    assert steps == sorted(steps, reverse=True)
+
+
+def test_the_prediction_is_that_of_the_plan() -> None:
+    plan = _search(pp=(2,)).plan
+    again = predict(plan, MODEL.model, MODEL.layers, CLUSTER.cluster, CLUSTER.links)
+    assert plan.predicted == again
+    assert plan.pp == 2
+
+
+def test_the_same_input_gives_the_same_bytes() -> None:
+    assert _search(3 << 20).plan.dumps() == _search(3 << 20).plan.dumps()
+
+
+def test_a_plan_survives_its_file(tmp_path: Any) -> None:
+    plan = _search(3 << 20, pins=(Pin.parse("0: dp2-z3-tp2s-r"),)).plan
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
+    assert plan.strategies[1].short == "dp2-z3-tp2s-r"
+
+
+def test_tied_layers_agree() -> None:
+    tied = model_file(tied=True)
+    for memory_bytes in (None, 1 << 21):
+        result = search_files(tied, CLUSTER, request(memory_bytes=memory_bytes))
+        for finalist in result.finalists:
+            assert finalist.plan.strategies[0] == finalist.plan.strategies[-1]
+
+
+def test_a_slow_network_makes_stages() -> None:
+    """Where collectives cost a second and sends little, a pipeline wins."""
+    slow = cluster_file(alpha_s=0.05, bytes_per_s=1e7)
+    curves = [c if c.collective != "p2p" else replace(c, seconds=(1e-6,) * len(c.seconds)) for c in slow.links.curves]
+    cheap = replace(slow, links=replace(slow.links, curves=tuple(curves)))
+    plan = search_files(MODEL, cheap, request()).plan
+    assert plan.pp == 4
+
+
+def test_cuts_are_legal_and_the_rest_has_reasons() -> None:
+    legal, skipped = legal_cuts(MODEL, CLUSTER, request(global_batch=4))
+    assert Cut(pp=4, num_micro_batches=4, schedule="1f1b") in legal
+    assert Cut(pp=4, num_micro_batches=2, schedule="1f1b") not in legal
+    assert Cut(pp=4, num_micro_batches=2, schedule="gpipe") in legal
+    assert any("at least as many micro-batches as stages" in reason for reason in skipped)
+    assert [c.pp for c in legal_cuts(model_file(1), CLUSTER, request(pp=(4,)))[0]] == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"global_batch": 10, "pp": (1,)}, "legal global batches near it: [8, 12]"),
+        ({"pp": (3,)}, "pp 3 does not divide the 4 ranks"),
+        ({"pp": (1,), "num_micro_batches": (3,)}, "not divisible by 3 micro-batches"),
+        ({"pp": (1,), "pins": (Pin.parse("0: tp4s"), Pin.parse("head: tp4"))}, "head runs data parallel only"),
+        ({"pins": (Pin.parse("0: dp8"),)}, "occupies 8 ranks"),
+        ({"global_batch": 1 << 40}, "absurd"),
+    ],
+)
+def test_nothing_legal_is_the_users_error(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(InputError) as caught:
+        _search(**changes)
+    assert words in str(caught.value)
+
+
+def test_a_pin_beyond_the_heads_names_heads_and_degrees() -> None:
+    with pytest.raises(InputError) as caught:
+        search_files(model_file(tp_degrees=(2,)), CLUSTER, request(pins=(Pin.parse("*: tp4"),)))
+    assert "heads 2" in str(caught.value)
+    assert "legal degrees: 1, 2" in str(caught.value)
+
+
+@pytest.mark.parametrize(("field", "value"), [("sequence", 64), ("dtype", "bfloat16")])
+def test_a_profile_for_something_else_is_refused(field: str, value: object) -> None:
+    with pytest.raises(InputError, match=f"another {field}"):
+        search_files(MODEL, CLUSTER, replace(request(), **{field: value}))  # type: ignore[arg-type]
+
+
+def test_one_rank_needs_no_links() -> None:
+    alone = replace(CLUSTER, cluster=replace(CLUSTER.cluster, world_size=1), links=replace(CLUSTER.links, curves=()))
+    assert search_files(MODEL, alone, request()).plan.strategies[0].short == "dp1"
+
+
+def test_a_stopped_search_says_so() -> None:
+    with pytest.raises(RunError, match="stopped"):
+        search_files(MODEL, CLUSTER, request(), stop=lambda: True)
+
+
+def test_progress_is_told() -> None:
+    heard: list[tuple[str, int, int]] = []
+    search_files(MODEL, CLUSTER, request(), progress=lambda *step: heard.append(step))
+    assert {phase for phase, _, _ in heard} == {"tables", "solve"}
+    assert all(0 <= done <= total for _, done, total in heard)
+
+
+def test_searching_loads_nothing_heavy() -> None:
+    code = (
+        "import sys, autopar.searching; print([m for m in ('torch', 'pandas', 'ortools', 'pulp') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "[]"
