@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from autopar.cli import main
 from autopar.plan import Plan
 from tests.values import golden, measured
 
@@ -50,10 +53,34 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def refused(arguments: Sequence[str], folder: Path, code: int) -> str:
+@dataclass(frozen=True)
+class Answer:
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+Run = Callable[[Sequence[str]], Answer]
+
+
+@pytest.fixture
+def here(folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
+    """A function that runs a command line in this process, in `folder`: quicker than `autopar`, the same words."""
+    monkeypatch.chdir(folder)
+
+    def run(arguments: Sequence[str]) -> Answer:
+        with pytest.raises(SystemExit) as end:
+            main(list(arguments))
+        out, err = capfd.readouterr()
+        return Answer(returncode=int(end.value.code or 0), stdout=out, stderr=err)
+
+    return run
+
+
+def refused(run: Run, arguments: Sequence[str], folder: Path, code: int) -> str:
     """The error text, after checking the exit code and that nothing else was said or left behind."""
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    done = autopar(arguments, folder)
+    done = run(arguments)
     error = done.stderr[done.stderr.find("error: ") :]
     assert done.returncode == code, done.stderr
     assert done.stdout == ""
@@ -92,8 +119,8 @@ SEARCH = ("search", "--model", "model.json", "--cluster", "cluster.json", "-o", 
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
-def test_a_wrong_command_line_is_exit_2(folder: Path, arguments: tuple[str, ...], words: str) -> None:
-    assert words in refused(arguments, folder, USAGE)
+def test_a_wrong_command_line_is_exit_2(here: Run, folder: Path, arguments: tuple[str, ...], words: str) -> None:
+    assert words in refused(here, arguments, folder, USAGE)
 
 
 @pytest.mark.parametrize(
@@ -108,8 +135,8 @@ def test_a_wrong_command_line_is_exit_2(folder: Path, arguments: tuple[str, ...]
         ((*SEARCH, "16", "--pin", "0-30: dp4"), "its blocks are 0-3"),
         ((*SEARCH, "16", "--pin", "*: dp8"), "8 ranks"),
         ((*SEARCH, "16", "--pp", "3"), "pp 3 does not divide the 4 ranks"),
-        ((*SEARCH, "10", "--pin", "*: dp4"), "10"),
-        ((*SEARCH, "10"), "legal global batches near it"),
+        ((*SEARCH, "10", "--pp", "1", "--pin", "*: dp4"), "legal global batches near it: [8, 12]"),
+        ((*SEARCH, "10", "--pp", "1"), "legal global batches near it: [8, 12]"),
         ((*SEARCH, "16", "--model", "heads14.json", "--pin", "*: tp4"), "heads 14, kv heads 2"),
         ((*SEARCH, "16", "--model", "none.json"), "none.json does not exist"),
         ((*SEARCH, "16", "--model", "cluster.json"), "is not an autopar.model file"),
@@ -135,18 +162,31 @@ def test_a_wrong_command_line_is_exit_2(folder: Path, arguments: tuple[str, ...]
     ],
     ids=lambda value: " ".join(value[:1] + value[7:]) if isinstance(value, tuple) else "",
 )
-def test_bad_input_is_exit_3(folder: Path, arguments: tuple[str, ...], words: str) -> None:
-    assert words in refused(arguments, folder, INPUT)
+def test_bad_input_is_exit_3(here: Run, folder: Path, arguments: tuple[str, ...], words: str) -> None:
+    assert words in refused(here, arguments, folder, INPUT)
 
 
-def test_a_budget_that_nothing_fits_is_exit_4_with_the_missing_bytes(folder: Path) -> None:
-    error = refused((*SEARCH, "16", "--memory", "100KB"), folder, INFEASIBLE)
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [(("serch",), USAGE), (("verify", "none.json"), INPUT), ((*SEARCH, "16", "--memory", "100KB"), INFEASIBLE)],
+    ids=["usage", "input", "infeasible"],
+)
+def test_the_exit_codes_of_a_process(folder: Path, arguments: tuple[str, ...], code: int) -> None:
+    def run(arguments: Sequence[str]) -> Answer:
+        done = autopar(arguments, folder)
+        return Answer(returncode=done.returncode, stdout=done.stdout, stderr=done.stderr)
+
+    refused(run, arguments, folder, code)
+
+
+def test_a_budget_that_nothing_fits_is_exit_4_with_the_missing_bytes(here: Run, folder: Path) -> None:
+    error = refused(here, (*SEARCH, "16", "--memory", "100KB"), folder, INFEASIBLE)
     assert "rank" in error
     assert "MiB" in error
 
 
 def test_a_search_writes_a_plan_and_shows_it(folder: Path) -> None:
-    done = autopar((*SEARCH, "16", "--memory", "24MB", "--pin", "1: tp2-dp2".replace("tp2-dp2", "dp2-tp2")), folder)
+    done = autopar((*SEARCH, "16", "--memory", "24MB", "--pin", "1: dp2-tp2"), folder)
     assert done.returncode == 0, done.stderr
     plan = Plan.load(folder / "out.json")
     assert plan.strategies[2].short == "dp2-tp2"
@@ -164,12 +204,17 @@ def test_the_same_search_prints_the_same_bytes_as_json(folder: Path) -> None:
     assert json.loads(one)["kind"] == "autopar.plan"
 
 
+def _children_s() -> float:
+    times = os.times()
+    return times.children_user + times.children_system
+
+
 def test_help_is_quick_and_loads_nothing_heavy(folder: Path) -> None:
-    best_s = 1e9
+    best_s = 1e9  # of processor time: other processes may share the machine
     for _ in range(5):
-        started = time.perf_counter()
+        started_s = _children_s()
         done = autopar(("--help",), folder)
-        best_s = min(best_s, time.perf_counter() - started)
+        best_s = min(best_s, _children_s() - started_s)
     assert done.returncode == 0
     assert all(name in done.stdout for name in ("profile", "search", "run", "verify", "demo", "Exit codes"))
     assert best_s < 0.3
@@ -224,7 +269,9 @@ def test_ctrl_c_in_a_search_keeps_the_best_so_far_and_ends_with_130(tmp_path: Pa
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "autopar", *SEARCH, "4096", "--memory", "40MB"]
     with subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        time.sleep(1.5)
+        assert process.stderr is not None
+        assert process.stderr.readline() == b"search ...\n"
+        time.sleep(0.7)
         process.send_signal(signal.SIGINT)
         _, stderr = process.communicate(timeout=60)
     assert process.returncode == INTERRUPTED, stderr
@@ -235,17 +282,15 @@ def test_ctrl_c_in_a_search_keeps_the_best_so_far_and_ends_with_130(tmp_path: Pa
         Plan.load(tmp_path / "out.json")
 
 
-def test_every_command_in_the_documents_exists(folder: Path) -> None:
+def test_every_command_in_the_documents_exists(here: Run) -> None:
     """Each `autopar ...` that a page shows names a command and options that --help knows."""
-    import re
-
     shown = set()
     for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"), ROOT / "CONTRIBUTING.md"):
         shown |= set(
             re.findall(r"(?:^|`|&& |    )autopar ((?:profile )?[a-z]+)([^`\n]*)", page.read_text(), re.MULTILINE)
         )
     assert {command for command, _ in shown} >= {"profile cluster", "profile model", "search", "run", "verify", "demo"}
-    pages = {command: autopar((*command.split(), "--help"), folder).stdout for command, _ in shown}
+    pages = {command: here((*command.split(), "--help")).stdout for command, _ in shown}
     for command, rest in shown:
         for option in re.findall(r"(?<!\S)--?[a-z-]+", rest):
             assert re.search(rf"(?<!\S){option}\b", pages[command]), f"autopar {command}{rest}"
