@@ -32,7 +32,7 @@ SIZES_BYTES = (
 )
 """Default message sizes, each rounded up to a whole number of float32 on every rank of a group."""
 
-_POINT_S = 0.1  # seconds to spend on one collective, dimension and size; fewer repeats where it takes longer
+_POINT_S = 0.08  # seconds to spend on one collective, dimension and size; fewer repeats where it takes longer
 
 
 class Interrupted(KeyboardInterrupt):
