@@ -177,6 +177,7 @@ def program_of(tables: CostTables) -> Program:
     for layer in range(units):
         chosen = [(1, one) for (place, _, _), one in node.items() if place == layer]
         program.row(chosen, 1, 1)
+    _order_equal_layers(program, tables, group)
     _memory(program, tables, node)
     _objective(program, tables, cost, largest)
     if tables.tied and units > 1:
@@ -187,6 +188,26 @@ def program_of(tables: CostTables) -> Program:
             if terms:
                 program.row(terms, 0, 0)
     return program
+
+
+def _order_equal_layers(program: Program, tables: CostTables, group: Int) -> None:
+    """Equal neighbours of one stage and layout take their strategies in column order: swapping them costs nothing."""
+    parts = (tables.time_ns, tables.state_bytes, tables.saved_bytes, tables.transient_bytes)
+    units, node = len(tables.time_ns), program.node
+    for one in range(group.max() + 1):
+        columns = np.flatnonzero(group == one)
+        if len(np.unique(tables.entry_ns[columns])) > 1 or len(np.unique(tables.exit_ns[columns])) > 1:
+            continue
+        for layer in range(units - 1):
+            held = tables.tied and (layer == 0 or layer + 1 == units - 1)
+            if held or any((part[layer] != part[layer + 1]).any() for part in parts):
+                continue
+            for stage in range(tables.stages):
+                here = [s for s in columns.tolist() if (layer, stage, s) in node and (layer + 1, stage, s) in node]
+                for border in range(len(here) - 1):
+                    later = [(1, node[layer, stage, s]) for s in here[border + 1 :]]
+                    earlier = [(1, node[layer + 1, stage, s]) for s in here[: border + 1]]
+                    program.row([*later, *earlier], None, 1)
 
 
 def _dominated(tables: CostTables, group: Int, layer: int) -> NDArray[np.bool_]:

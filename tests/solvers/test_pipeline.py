@@ -33,9 +33,9 @@ def check_equals_brute_force(seed: int, **size: int) -> str:
 
 
 def test_equals_brute_force() -> None:
-    results = [check_equals_brute_force(seed) for seed in range(400)]
+    results = [check_equals_brute_force(seed) for seed in range(320)]
     assert results.count("infeasible") < 200
-    assert results.count("labels") > 20
+    assert results.count("labels") > 15
 
 
 @pytest.mark.slow
@@ -45,7 +45,7 @@ def test_equals_brute_force_on_many() -> None:
 
 
 def test_leanest_equals_brute_force() -> None:
-    for seed in range(300):
+    for seed in range(200):
         tables = random_table(seed)
         found, expected = leanest(tables), brute_leanest(tables)
         assert (found is None) == (expected is None), seed
@@ -62,8 +62,8 @@ def objective(tables: CostTables) -> float:
 
 
 def test_more_memory_never_hurts() -> None:
-    for seed in range(40):
-        tables = random_table(seed, layers=10, columns=5)
+    for seed in range(25):
+        tables = random_table(seed, layers=8, columns=5)
         values = [
             objective(replace(tables, budget_bytes=tuple(int(b * factor) for b in tables.budget_bytes)))
             for factor in (0.5, 0.8, 0.9, 1.0, 1.1, 1.5, 3.0)
@@ -87,8 +87,8 @@ def columns(tables: CostTables, keep: np.ndarray) -> CostTables:  # type: ignore
 
 
 def test_strategies_another_never_hurts_and_order_changes_nothing() -> None:
-    for seed in range(80):
-        tables = random_table(seed, layers=10, columns=6)
+    for seed in range(50):
+        tables = random_table(seed, layers=8, columns=5)
         count = len(tables.strategies)
         value = objective(tables)
         assert objective(columns(tables, np.random.default_rng(seed).permutation(count))) == value, seed
@@ -109,8 +109,8 @@ def test_an_upper_bound_cuts_off_and_loses_nothing() -> None:
 
 
 def test_shortlist_equals_sorting_every_table() -> None:
-    for seed in range(40):
-        tables = [random_table(97 * seed + place) for place in range(12)]
+    for seed in range(15):
+        tables = [random_table(97 * seed + place, layers=4) for place in range(12)]
         optima = [(found[0], place) for place, one in enumerate(tables) if (found := brute_table(one)) is not None]
         for size in (1, 3, 20):
             found = solve_pipeline(tables, shortlist=size)

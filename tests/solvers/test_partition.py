@@ -1,0 +1,41 @@
+"""Cutting a chain when every interval's cost is known, against all cuts."""
+
+from __future__ import annotations
+
+from itertools import combinations, pairwise
+
+import numpy as np
+
+from autopar.solvers.partition import best_cuts, least_max, least_sums
+from autopar.solvers.segment import FORBIDDEN
+
+
+def test_every_way_to_cut() -> None:
+    for seed in range(400):
+        rng = np.random.default_rng(seed)
+        units, high, more = int(rng.integers(1, 8)), int(rng.choice([3, 12, 1000])), int(rng.choice([0, 1, 3, 15]))
+        stages = int(rng.integers(1, units + 1))
+        costs = [rng.integers(0, high, (units + 1, units + 1)) for _ in range(stages)]
+        for cost in costs:
+            cost[rng.random(cost.shape) < 0.1] = FORBIDDEN
+            cost[np.tril_indices(units + 1)] = FORBIDDEN
+        values = {}
+        for inner in combinations(range(1, units), stages - 1):
+            parts = [int(cost[a, b]) for cost, (a, b) in zip(costs, pairwise((0, *inner, units)), strict=True)]
+            if max(parts) < FORBIDDEN:
+                values[0, *inner, units] = parts
+        totals = {cuts: sum(parts) + more * max(parts) for cuts, parts in values.items()}
+        best = min(totals.values(), default=None)
+        for below in [FORBIDDEN, *([] if best is None else [best, best + 1])]:
+            found = best_cuts(costs, more + 1, below)
+            if best is None or best >= below:
+                assert found is None, seed
+            else:
+                assert found is not None, seed
+                assert found[0] == best == totals[found[1]], seed
+        bottleneck = least_max(costs)
+        assert (None if bottleneck is None else bottleneck[0]) == min(map(max, values.values()), default=None), seed
+        before, after = least_sums(costs)
+        for cuts, parts in values.items():
+            for stage, (a, b) in enumerate(pairwise(cuts)):
+                assert before[stage][a] + parts[stage] + after[stage][b] <= sum(parts), seed
