@@ -101,17 +101,19 @@ class _Ledger:
     """Live bytes by part, and a copy of them at the highest moment."""
 
     live: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PARTS, 0))
+    total_bytes: int = 0
     peak_bytes: int = -1
     peak: dict[str, int] = field(default_factory=dict)
 
     def add(self, part: str, size_bytes: int) -> None:
         self.live[part] += size_bytes
+        self.total_bytes += size_bytes
 
     def look(self, transient_bytes: int, communication_bytes: int = 0) -> None:
         """Note this moment, with so much more on top."""
-        total = sum(self.live.values()) + transient_bytes + communication_bytes
-        if total > self.peak_bytes:
-            self.peak_bytes = total
+        moment_bytes = self.total_bytes + transient_bytes + communication_bytes
+        if moment_bytes > self.peak_bytes:
+            self.peak_bytes = moment_bytes
             self.peak = dict(self.live)
             self.peak["transient"] += transient_bytes
             self.peak["communication"] += communication_bytes

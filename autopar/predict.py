@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from math import ceil
 
+from autopar.axes import Layout, RankMesh
 from autopar.cluster import ClusterSpec
 from autopar.measured import LayerProfile, LinkProfile, Origin, weakest
 from autopar.memory import Unit, edge_bytes, walk
 from autopar.model import ModelSpec
 from autopar.pipeline import StageTimes, Timeline, actions, simulate
 from autopar.plan import Plan, Prediction, RankMemory
+from autopar.strategy import Strategy
 from autopar.tables import activation_bytes, layer_cost, shared_bytes
 from autopar.work import layer_work, relayout_s, send_s
 
@@ -89,14 +92,14 @@ def stage_memory(plan: Plan, stage: int, model: ModelSpec, layers: LayerProfile)
     units = []
     for layer in plan.stage_layers(stage):
         strategy = plan.strategies[layer]
-        arriving = mesh.place(plan.strategies[layer - 1]).layout if layer > first else mesh.boundary
+        arriving = _layout(mesh, plan.strategies[layer - 1]) if layer > first else mesh.boundary
         units.append(
             Unit.of(
                 layer_cost(model, layers, layer, strategy),
                 strategy,
                 plan.micro_batch / strategy.dp,
                 shared_bytes=shared_bytes(model, layer, plan.pp),
-                relayout=layer > 0 and arriving != mesh.place(strategy).layout,
+                relayout=layer > 0 and arriving != _layout(mesh, strategy),
             )
         )
     if stage > 0 and not units[0].relayout:
@@ -109,6 +112,11 @@ def stage_memory(plan: Plan, stage: int, model: ModelSpec, layers: LayerProfile)
         buffers_bytes=buffers_bytes,
         held_bytes=held_bytes,
     )
+
+
+@lru_cache(maxsize=4096)
+def _layout(mesh: RankMesh, strategy: Strategy) -> Layout:
+    return mesh.place(strategy).layout
 
 
 def _send_s(plan: Plan, model: ModelSpec, layers: LayerProfile, cluster: ClusterSpec, links: LinkProfile) -> float:
@@ -133,7 +141,7 @@ def _stage_work(
     forward, backward = dict.fromkeys(causes, 0.0), dict.fromkeys(causes, 0.0)
     sync_s = optimizer_s = 0.0
     origins = []
-    layouts = [mesh.place(plan.strategies[layer]).layout for layer in span]
+    layouts = [_layout(mesh, plan.strategies[layer]) for layer in span]
     if stage > 0:
         layouts.insert(0, mesh.boundary)
     if stage < plan.pp - 1:

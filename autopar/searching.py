@@ -24,7 +24,7 @@ from autopar.price import INFEASIBLE, CostTables, score
 from autopar.request import Request
 from autopar.solvers.lean import leanest_of
 from autopar.solvers.pipeline import solve_pipeline
-from autopar.units import MIB, format_bytes
+from autopar.units import KIB, MIB, format_bytes
 
 SOLVER = "labels"
 SHORTLIST = 8
@@ -106,6 +106,18 @@ class _Pool:
         self.budget_bytes = request.memory_bytes or cluster_file.cluster.memory_bytes
         self.found: dict[tuple[int, Cuts, Columns], Finalist] = {}
         self._peaks: dict[tuple[int, int, int, Columns], int] = {}
+        model, cluster = model_file.model, cluster_file.cluster
+        self._model = PlanModel(
+            name=model.name, source=model.source, fingerprint=model.fingerprint, profile=model_file.fingerprint
+        )
+        self._cluster = PlanCluster(
+            name=cluster.name,
+            device=cluster.device,
+            world_size=cluster.world_size,
+            ranks_per_node=cluster.ranks_per_node,
+            memory_bytes=cluster.memory_bytes,
+            profile=cluster_file.fingerprint,
+        )
 
     def add(self, table: int, layers_per_stage: Cuts, strategies: Columns) -> Finalist:
         """The simulated candidate of a choice of a table."""
@@ -125,6 +137,8 @@ class _Pool:
 
     def fits(self, table: int, layers_per_stage: Cuts, strategies: Columns) -> bool:
         """Whether the memory walk of every stage stays within the budget; each stage is walked once."""
+        if not score(self.made.lower[table], layers_per_stage, strategies).fits:
+            return False
         plan, first = None, 0
         for stage, count in enumerate(layers_per_stage):
             # What precedes a stage does not matter to it: activations arrive in the boundary layout.
@@ -144,23 +158,10 @@ class _Pool:
 
     def _plan(self, table: int, layers_per_stage: Cuts, strategies: Columns) -> Plan:
         """The plan of a choice, without a prediction, with a certificate that has no bound yet."""
-        model, cluster, cut = self.model_file.model, self.cluster_file.cluster, self.made.cuts[table]
-        tables = self.made.upper[table]
+        cut, tables = self.made.cuts[table], self.made.upper[table]
         return Plan(
-            model=PlanModel(
-                name=model.name,
-                source=model.source,
-                fingerprint=model.fingerprint,
-                profile=self.model_file.fingerprint,
-            ),
-            cluster=PlanCluster(
-                name=cluster.name,
-                device=cluster.device,
-                world_size=cluster.world_size,
-                ranks_per_node=cluster.ranks_per_node,
-                memory_bytes=cluster.memory_bytes,
-                profile=self.cluster_file.fingerprint,
-            ),
+            model=self._model,
+            cluster=self._cluster,
             request=self.request,
             pp=cut.pp,
             schedule=cut.schedule,
@@ -276,14 +277,14 @@ def _nothing_fits(pool: _Pool, *, proven: bool) -> InfeasibleError:
     assert plan.predicted is not None
     rank = plan.predicted.worst_rank
     peak_bytes, parts = _peak(plan), plan.predicted.memory[rank].parts_bytes
+    enough = f"{-(-peak_bytes // MIB)}MiB" if peak_bytes >= 64 * MIB else f"{-(-peak_bytes // KIB)}KiB"
     listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
     error = InfeasibleError(
         f"No plan fits{'' if proven else ' among those tried'}: the leanest needs {format_bytes(peak_bytes)} on stage "
         f"{rank // plan.mesh.ranks_per_stage} (rank {rank}), the budget is {format_bytes(budget_bytes)}: "
         f"{format_bytes(peak_bytes - budget_bytes)} are missing.",
         why=listed,
-        fix=f"--memory {-(-peak_bytes // MIB)}MiB fits this plan; or more ranks, a smaller global batch, or shorter "
-        "sequences",
+        fix=f"--memory {enough} fits this plan; or more ranks, a smaller global batch, or shorter sequences",
     )
     error.leanest = plan
     return error

@@ -19,6 +19,7 @@ from autopar.price import CostTables, score
 from autopar.request import Pin
 from autopar.searching import SearchResult, search_files
 from autopar.tables import tables
+from autopar.units import parse_bytes
 from tests.pricing import cluster_file, model_file, request
 
 MODEL, CLUSTER = model_file(), cluster_file()
@@ -87,26 +88,40 @@ class _Everything:
 
 @pytest.fixture(scope="module")
 def everything() -> _Everything:
-    return _Everything(num_micro_batches=(1, 2), schedules=("1f1b",), global_batch=8)
+    return _Everything(num_micro_batches=(2,), schedules=("1f1b",), global_batch=8)
+
+
+def _exact_budgets(everything: _Everything, count: int) -> tuple[int, int]:
+    """At so many budgets the bound holds and the plan fits by the walk; how often no plan that fits is better."""
+    peaks = sorted({peak for _, peak in everything.plans})
+    exact = 0
+    budgets = [peaks[0], *peaks[:: len(peaks) // count], peaks[-1]]
+    for memory_bytes in budgets:
+        result = search_files(MODEL, CLUSTER, replace(everything.asked, memory_bytes=memory_bytes))
+        best_ns = everything.best_ns(memory_bytes)
+        assert best_ns is not None
+        assert all(_peak(f.plan) <= memory_bytes for f in result.finalists if f.fits)
+        found = [f.plan.certificate for f in result.finalists if f.fits]
+        assert all(c is not None and c.lower_bound_ns <= best_ns <= c.objective_ns for c in found)
+        least_ns = min(c.objective_ns for c in found if c is not None)
+        exact += least_ns == best_ns
+        assert least_ns <= best_ns * 1.1
+    return exact, len(budgets)
 
 
 def test_the_search_equals_the_enumeration_of_all_plans(everything: _Everything) -> None:
-    """At every budget: the bound holds, the plan fits by the walk, and its objective is the least that fits."""
-    peaks = sorted({peak for _, peak in everything.plans})
-    exact = 0
-    budgets = [peaks[0], *peaks[:: len(peaks) // 10], peaks[-1]]
-    for memory_bytes in budgets:
-        asked = replace(everything.asked, memory_bytes=memory_bytes)
-        result = search_files(MODEL, CLUSTER, asked)
-        best_ns = everything.best_ns(memory_bytes)
-        assert best_ns is not None
-        found = [f.plan.certificate for f in result.finalists if f.fits]
-        assert all(_peak(f.plan) <= memory_bytes for f in result.finalists if f.fits)
-        assert all(c is not None and c.lower_bound_ns <= best_ns <= c.objective_ns for c in found)
-        exact += min(c.objective_ns for c in found if c is not None) == best_ns
-        assert min(c.objective_ns for c in found if c is not None) <= best_ns * 1.1
-    print(f"{exact} of {len(budgets)} budgets exact over {len(everything.plans)} plans")
-    assert exact >= len(budgets) - 3
+    exact, count = _exact_budgets(everything, 5)
+    assert exact >= count - 1
+
+
+@pytest.mark.slow
+def test_the_search_equals_the_enumeration_of_more_plans() -> None:
+    """Near the cliff the walk tells plans apart that the tables cannot: a few budgets miss the best by a little."""
+    exact, count = _exact_budgets(
+        _Everything(num_micro_batches=(1, 2, 4), schedules=("1f1b", "gpipe"), global_batch=16), 30
+    )
+    print(f"{exact} of {count} budgets exact")
+    assert exact >= 0.85 * count
 
 
 def test_one_byte_less_than_the_leanest_plan_does_not_fit(everything: _Everything) -> None:
@@ -125,7 +140,7 @@ def test_one_byte_less_than_the_leanest_plan_does_not_fit(everything: _Everythin
 def test_the_fix_of_an_infeasible_request_works() -> None:
     with pytest.raises(InfeasibleError) as caught:
         _search(1 << 19)
-    size = int(caught.value.fix.split("MiB")[0].split()[-1]) << 20
+    size = parse_bytes(caught.value.fix.split()[1])
     assert _peak(_search(size).plan) <= size
 
 
@@ -138,7 +153,7 @@ def test_a_table_optimum_with_room_is_proven() -> None:
 
 def test_more_memory_never_hurts() -> None:
     steps = []
-    for memory_bytes in (1 << 20, 3 << 19, 1 << 21, 3 << 20, 1 << 22):
+    for memory_bytes in (3 << 19, 1 << 21, 1 << 22):
         predicted = _search(memory_bytes).plan.predicted
         assert predicted is not None
         steps.append(predicted.step_s)
