@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from statistics import median
 from typing import Any
 
 import torch
@@ -11,12 +12,13 @@ import torch.distributed as dist
 
 from autopar.formats import to_plain
 from autopar.measured import Line
-from autopar.profiler.found import LayerBytes, RankProfile
+from autopar.profiler.found import LayerBytes, LayerSeconds, RankProfile
 from autopar.profiler.layers import LayerBench, LayerKey
-from autopar.profiler.timing import time_call
+from autopar.profiler.timing import choose_repeats, time_burst
 from autopar.profiler.trace import LayerTrace, fit, trace
 from autopar.runtime.models import build_model
 
+_ROUNDS = 5
 Report = Callable[[dict[str, Any]], None]
 
 
@@ -57,25 +59,33 @@ def counts(key: LayerKey, samples: Sequence[int]) -> tuple[int, ...]:
 
 
 def measure(bench: LayerBench, *, degrees: Sequence[int], samples: Sequence[int], report: Report) -> RankProfile:
-    """What this rank of the process group (or this process alone) measures of the layers of a model."""
+    """What this rank of the process group (or this process alone) measures of the layers of a model.
+
+    Seconds are medians over rounds, and a round goes through all layers: when something else slows the machine for a
+    while, it slows them alike.
+    """
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     keys = bench.keys(degrees)
     timed = [counts(key, samples) for key in keys]
-    done, total = 0, len(keys) + sum(map(len, timed))
+    cells = [(place, number) for place in range(len(keys)) for number in timed[place]]
+    done, total = 0, len(keys) + _ROUNDS * len(cells)
     bytes_of = {}
     for place, key in enumerate(keys):
         report({"done": done, "total": total, "what": f"memory of {key}"})
         if place % world == rank:
             bytes_of[str(place)] = layer_bytes(bench, key, samples)
         done += 1
-    seconds = []
-    for key, numbers in zip(keys, timed, strict=True):
-        row = []
-        for number in numbers:
+    repeats: dict[tuple[int, int], int] = {}
+    bursts: dict[tuple[int, int], list[LayerSeconds]] = {cell: [] for cell in cells}
+    for _ in range(_ROUNDS):
+        for cell in cells:
+            key, number = keys[cell[0]], cell[1]
             report({"done": done, "total": total, "what": f"time of {key}"})
-            row.append(time_call(bench.call(key, number)))
+            call = bench.call(key, number)
+            if cell not in repeats:
+                repeats[cell] = choose_repeats(call)
+            bursts[cell].append(time_burst(call, repeats[cell]))
             done += 1
-        seconds.append(tuple(row))
     report({"done": total, "total": total, "what": "layers"})
     return RankProfile(
         spec=bench.spec,
@@ -83,7 +93,13 @@ def measure(bench: LayerBench, *, degrees: Sequence[int], samples: Sequence[int]
         layers=tuple(str(key) for key in keys),
         bytes_of=bytes_of,
         samples=tuple(timed),
-        seconds=tuple(seconds),
+        seconds=tuple(tuple(_median(bursts[place, n]) for n in timed[place]) for place in range(len(keys))),
+    )
+
+
+def _median(bursts: Sequence[LayerSeconds]) -> LayerSeconds:
+    return LayerSeconds(
+        forward_s=median(burst.forward_s for burst in bursts), backward_s=median(burst.backward_s for burst in bursts)
     )
 
 

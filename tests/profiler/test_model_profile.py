@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from autopar.errors import InputError
 from autopar.measured import LayerCost, ModelFile
 from autopar.profiler.layers import LayerBench, LayerKey
 from autopar.profiler.models import profile_model
+from autopar.profiler.rank import layer_bytes
 from autopar.profiler.trace import LayerCall, fit, trace, worst_misfit
 from autopar.runtime.losses import own_loss
 from autopar.runtime.models import build_model, example_batch
@@ -189,7 +191,9 @@ def test_bytes_lie_on_lines() -> None:
             assert worst_misfit(fit(samples, values), samples, values) < 1e-3, (kind, field, values)
         for field in ("forward_peak_bytes", "backward_peak_bytes"):
             values = [getattr(found, field) for found in traces]
-            assert worst_misfit(fit(samples, values), samples, values) < 0.02, (kind, field, values)
+            line = fit(samples, values)  # a peak may bend, upwards only
+            assert worst_misfit(line, samples, values) < 0.04, (kind, field, values)
+            assert all(line.at(n) >= 0.998 * value for n, value in zip(samples, values, strict=True))
 
 
 def test_fit() -> None:
@@ -201,9 +205,49 @@ def test_fit() -> None:
         fit((1,), ())
 
 
+@pytest.mark.parametrize("source", [LLAMA, pytest.param(GPT2, marks=pytest.mark.slow)])
+def test_tensor_parallel_layers_at_local_shapes(source: str) -> None:
+    model = build_model(source)
+    bench = LayerBench(model, sequence=SEQUENCE, max_tp=2)
+    keys = bench.keys([2])
+    assert [str(key) for key in keys] == ["embed", "block", "block tp2", "block tp2s", "head"]
+    whole, half, norms = (layer_bytes(bench, key, (2, 4)) for key in keys[1:4])
+    assert half.flops.per_sample == pytest.approx(whole.flops.per_sample / 2)
+    for local in (half, norms):
+        # Norms and the biases after the reductions stay whole, everything else is halved.
+        assert 0 < local.parameter_bytes - whole.parameter_bytes / 2 < 0.02 * whole.parameter_bytes
+    assert norms.saved_bytes.at(2) < half.saved_bytes.at(2) < whole.saved_bytes.at(2)
+    assert norms.input_bytes.at(2) == half.input_bytes.at(2) / 2
+    # Two all-reduces of the whole activation each way; gathers and scatters move as much.
+    activation = SEQUENCE * 64 * 4
+    assert [(c.collective, c.phase, c.size_bytes.at(3)) for c in half.calls] == [
+        ("all_reduce", phase, 3 * activation) for phase in ("forward", "forward", "backward", "backward")
+    ]
+    forward = [c for c in norms.calls if c.phase == "forward"]
+    assert {c.collective for c in forward} == {"all_gather", "reduce_scatter"}
+    assert all(c.size_bytes.at(3) == 3 * activation for c in forward)
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("source", [GPT2, pytest.param(LLAMA, marks=pytest.mark.slow)])
+def test_saved_sets_agree_with_what_stays_alive(source: str) -> None:
+    bench = LayerBench(build_model(source), sequence=SEQUENCE, max_tp=2)
+    for key in bench.keys([2])[1:4]:
+        call = bench.call(key, 2)
+        found = trace(call)
+        assert call.hidden is not None
+        hidden = call.hidden.requires_grad_()
+        with LiveBytes().adopt(call.module, call.sides, hidden) as live:
+            entry = live.current_bytes
+            output = call.run(hidden)
+            grown = live.current_bytes - entry
+        # The block keeps its input too, which was alive before; its output is no part of the saved set.
+        assert found.saved_bytes == grown + hidden.nbytes - output.nbytes, str(key)
+
+
 def test_profile_by_two_processes_and_its_file(tmp_path: Path) -> None:
     events: list[Any] = []
-    found = profile_model(LLAMA, sequence=SEQUENCE, nproc=2, tp_degrees=(), samples=(1, 2), progress=events.append)
+    found = profile_model(LLAMA, sequence=SEQUENCE, nproc=2, samples=(1, 2), progress=events.append)
     found.save(tmp_path / "model.json")
     again = ModelFile.load(tmp_path / "model.json")
     assert again == found
@@ -212,16 +256,19 @@ def test_profile_by_two_processes_and_its_file(tmp_path: Path) -> None:
     assert found.model.source == LLAMA
     assert build_model(found.model.source) is not None
     assert events[-1]["done"] == events[-1]["total"]
-    alone = autopar.profile(build_model(LLAMA), sequence=SEQUENCE, samples=(1, 2))
+    assert [(c.kind, c.tp, c.sequence_norms) for c in found.layers.costs] == [
+        ("embed", 1, False),
+        ("block", 1, False),
+        ("block", 2, False),
+        ("block", 2, True),
+        ("head", 1, False),
+    ]
+    alone = autopar.profile(build_model(LLAMA), sequence=SEQUENCE, samples=(1, 2), nproc=2)
     assert alone.model.fingerprint == found.model.fingerprint
     for cost in found.layers.costs:
-        here = alone.layers.find(cost.kind)
+        here = alone.layers.find(cost.kind, cost.tp, cost.sequence_norms)
         assert here is not None
-        assert (here.saved_bytes, here.backward_peak_bytes, here.flops) == (
-            cost.saved_bytes,
-            cost.backward_peak_bytes,
-            cost.flops,
-        )
+        assert replace(here, forward_s=cost.forward_s, backward_s=cost.backward_s) == cost
         assert all(second > 0 for second in (*cost.forward_s, *cost.backward_s))
 
 
