@@ -32,8 +32,8 @@ def check_plan(
     """The largest relative error of output, input gradients and parameter gradients against the unsharded block.
 
     block: whole, the same weights on every rank, and not changed; its copies get noise, because zero biases and unit
-    norms hide errors. args, kwargs: whole inputs, the same on every rank. Raises RunError, on all ranks alike, with the
-    first wrong tensor. Gradients and not only the output: without a gradient all-reduce the output is exact.
+    norms hide errors. args, kwargs: whole inputs, the same on every rank. Raises RunError, on all ranks alike, with
+    the first wrong tensor. Gradients and not only the output: without a gradient all-reduce the output is exact.
     """
     whole = _noisy(block)
     local = copy.deepcopy(whole)

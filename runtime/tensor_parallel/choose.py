@@ -21,7 +21,7 @@ from autopar.runtime.tensor_parallel.states import (
     touches,
 )
 
-# An axis keeps a class only when it spreads this fraction of the block's contractions per reduction of the residual's size.
+# An axis keeps a class only when it spreads this fraction of the block's contractions per reduced residual.
 MIN_FLOP_FRACTION = 0.02
 MAX_REDUCTIONS_PER_CLASS = 4
 
@@ -93,7 +93,7 @@ class Choice:
             name = op_name(node)
             if name == "scaled_dot_product_attention":
                 query = node.args[0]
-                out |= {leaf for dim in graph.tensors_of(query)[0][:-1] for leaf in leaves(dim)}  # type: ignore[arg-type]
+                out |= {leaf for dim in graph.tensors_of(query)[0][:-1] for leaf in leaves(dim)}
             elif name in ("softmax", "_softmax"):
                 out |= graph.leaves_of(node)
         return out

@@ -127,7 +127,7 @@ class Copy(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The same value."""
-        return _Copy.apply(x, self.team) if x.requires_grad else x  # type: ignore[no-any-return]
+        return _Copy.apply(x, self.team) if x.requires_grad else x
 
 
 class CopySome(nn.Module):
@@ -139,7 +139,7 @@ class CopySome(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The same value."""
-        return _CopySome.apply(x, self.team, self.dim, self.places) if x.requires_grad else x  # type: ignore[no-any-return]
+        return _CopySome.apply(x, self.team, self.dim, self.places) if x.requires_grad else x
 
 
 class Reduce(nn.Module):
@@ -151,7 +151,7 @@ class Reduce(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The sum."""
-        return _Reduce.apply(x, self.team)  # type: ignore[no-any-return]
+        return _Reduce.apply(x, self.team)
 
 
 class Share(nn.Module):
@@ -163,7 +163,7 @@ class Share(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The share."""
-        return _Share.apply(x, self.ranks)  # type: ignore[no-any-return]
+        return _Share.apply(x, self.ranks)
 
 
 class Gather(nn.Module):
@@ -175,7 +175,7 @@ class Gather(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The whole."""
-        return _Gather.apply(x, self.team, self.shape, self.outer)  # type: ignore[no-any-return]
+        return _Gather.apply(x, self.team, self.shape, self.outer)
 
 
 class Scatter(nn.Module):
@@ -187,7 +187,7 @@ class Scatter(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The part of the sum."""
-        return _Scatter.apply(x, self.team, self.shape, self.outer)  # type: ignore[no-any-return]
+        return _Scatter.apply(x, self.team, self.shape, self.outer)
 
 
 class Slice(nn.Module):
@@ -200,3 +200,24 @@ class Slice(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """The part."""
         return x.reshape(self.outer, self.team.ranks, -1)[:, self.team.rank].reshape(self.shape)
+
+
+class ForkedRandom(nn.Module):
+    """A random operator that draws from a stream of its own for each `place` among the ranks.
+
+    The seed comes from the default CPU generator, which must be in the same state on all ranks of the group: then
+    replicated dropout stays equal on them, and activation checkpointing, which restores that state, draws the same
+    numbers again.
+    """
+
+    def __init__(self, target: Any, place: int) -> None:
+        super().__init__()
+        self.target, self.place = target, place
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """The operator's result."""
+        seed = int(torch.randint(2**62, ())) + self.place
+        devices = [x.device] if x.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
+            torch.manual_seed(seed)
+            return self.target(x, *args, **kwargs)

@@ -17,7 +17,7 @@ from autopar.errors import RunError
 from autopar.runtime.tensor_parallel.collectives import Team
 from autopar.runtime.tensor_parallel.derive import derivation_of, make_teams, rewrite, solve
 from autopar.runtime.tensor_parallel.layout import BlockPlan
-from autopar.runtime.tensor_parallel.skeleton import Key, Skeleton, real_tensors, signature
+from autopar.runtime.tensor_parallel.skeleton import Key, Skeleton, signature
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,9 +57,7 @@ class LocalGraphs:
         self, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any], dtypes: dict[str, torch.dtype]
     ) -> Compiled:
         plan = self.plan
-        if plan.sequence_norms:
-            args, kwargs = whole_sequence(args, kwargs, plan.tp)
-        graph = self.skeleton.trace(args, kwargs, training, dtypes)
+        graph = self.skeleton.trace(args, kwargs, training, dtypes, plan.tp if plan.sequence_norms else 1)
         derivation = derivation_of(self.skeleton, graph)
         solved = solve(derivation, plan.axis_sizes, plan.sequence_norms)
         if solved.layouts != plan.layouts:
@@ -89,23 +87,6 @@ class LocalGraphs:
         )
 
 
-def whole_sequence(args: tuple[Any, ...], kwargs: dict[str, Any], tp: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The inputs with the activation (the first floating-point tensor) stretched to the whole sequence, on meta."""
-    done = False
-
-    def visit(value: Any) -> Any:
-        nonlocal done
-        if isinstance(value, Tensor) and value.is_floating_point() and not done:
-            done = True
-            return value.detach().new_empty((value.shape[0], value.shape[1] * tp, *value.shape[2:]))
-        if isinstance(value, tuple | list):
-            return type(value)(visit(x) for x in value)
-        return {k: visit(x) for k, x in value.items()} if isinstance(value, dict) else value
-
-    with real_tensors():
-        return visit(args), visit(kwargs)
-
-
 class Executor:
     """The forward of a tensor-parallel block: takes the block's inputs, runs the local graph for their signature."""
 
@@ -122,7 +103,7 @@ class Executor:
         """The local tensor of a parameter as it is now (FSDP2 puts the gathered one there)."""
         owner, leaf = self._owners[name]
         value = owner[leaf]
-        return value.to_local() if isinstance(value, DTensor) else value  # type: ignore[no-any-return]
+        return value.to_local() if isinstance(value, DTensor) else value
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The block's output on this rank."""

@@ -9,6 +9,7 @@ parallelism. Sizes are compared where a view or a broadcast needs it, never to g
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from math import prod
 from typing import Literal
 
@@ -195,7 +196,7 @@ class FactorSpace:
         start, stop = start // inner, stop // inner
         if outer.kind == "leaf":
             edges = sorted({0, start, stop, outer.size})
-            self._split(outer, [b - a for a, b in zip(edges, edges[1:], strict=False)], "cat")
+            self._split(outer, [b - a for a, b in pairwise(edges)], "cat")
         offset, kept = 0, []
         for segment in segments(outer):
             low, high = max(start, offset), min(stop, offset + segment.size)
@@ -230,7 +231,7 @@ class FactorSpace:
         return out
 
     def _split_cat(self, todo: Dims, need: int) -> bool:
-        """Split the concatenation at the head of todo into one of `need` and an inner factor common to all segments."""
+        """Split the concatenation at the head into one of `need` and an inner factor common to all segments."""
         cat = todo[0]
         inner = Factor(cat.size // need)
         if any(segment.size % inner.size for segment in segments(cat)):

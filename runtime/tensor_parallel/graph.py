@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -53,9 +52,9 @@ class BlockGraph:
     space: FactorSpace = field(default_factory=FactorSpace)
 
     @property
-    def nodes(self) -> Iterable[fx.Node]:
+    def nodes(self) -> list[fx.Node]:
         """All nodes in order."""
-        return self.exported.graph.nodes  # type: ignore[no-any-return]
+        return list(self.exported.graph.nodes)
 
     @property
     def residual(self) -> fx.Node:
@@ -92,8 +91,13 @@ class BlockGraph:
             return value if type(value) is Tensor and value.device.type != "meta" else None
         copies = ("lift_fresh_copy", "clone", "detach_", "detach", "to", "_to_copy")
         if node.op == "call_function" and op_name(node) in copies and is_tensor(node.args[0]):
-            return self.constant_value(node.args[0])  # type: ignore[arg-type]
+            return self.constant_value(node.args[0])
         return None
+
+
+def names(text: str) -> frozenset[str]:
+    """The words of a text: operator names."""
+    return frozenset(text.split())
 
 
 def op_name(node: fx.Node) -> str:

@@ -1,4 +1,4 @@
-"""Which elements of each parameter a tensor-parallel rank holds: plain values, with the cutting and joining of tensors."""
+"""Which elements of each parameter a tensor-parallel rank holds: plain values, and how to cut and join tensors."""
 
 from __future__ import annotations
 

@@ -6,8 +6,9 @@ the block is touched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ from torch import fx, nn
 from autopar.runtime.tensor_parallel.collectives import (
     Copy,
     CopySome,
+    ForkedRandom,
     Gather,
     Reduce,
     Scatter,
@@ -25,14 +27,12 @@ from autopar.runtime.tensor_parallel.collectives import (
     Team,
 )
 from autopar.runtime.tensor_parallel.factors import Dims, Factor, find, flat, leaves
-from autopar.runtime.tensor_parallel.graph import BlockGraph, op_name
+from autopar.runtime.tensor_parallel.graph import BlockGraph, names, op_name
 from autopar.runtime.tensor_parallel.layout import DimLayout, ParameterLayout, dim_layout, take
 from autopar.runtime.tensor_parallel.states import Classes, Flow, State, touches
 
 aten = torch.ops.aten
-VIEWS = frozenset(
-    "view reshape transpose permute t unsqueeze squeeze expand slice select flatten unflatten alias".split()
-)
+VIEWS = names("view reshape transpose permute t unsqueeze squeeze expand slice select flatten unflatten alias")
 EditKind = Literal["copy", "copy_some", "reduce", "share", "gather", "scatter", "slice"]
 
 
@@ -82,20 +82,21 @@ class Rewriter:
     modules: dict[str, nn.Module] = field(default_factory=dict)
     edits: list[Edit] = field(default_factory=list)
     _new: dict[fx.Node, fx.Node] = field(default_factory=dict)
-    _edited: dict[tuple[Any, ...], fx.Node] = field(default_factory=dict)
+    _edited: dict[tuple[EditKind, tuple[int, ...], fx.Node], fx.Node] = field(default_factory=dict)
 
     def run(self) -> LocalGraph:
         """The local graph."""
         for node in self.source.nodes:
             if op_name(node) == "_assert_tensor_metadata":
                 continue
-            copy = self.graph.node_copy(node, lambda x, user=node: self._edge(user, x))  # type: ignore[misc]
+            copy = self.graph.node_copy(node, partial(self._edge, node))
             self._new[node] = copy
             if node.op == "placeholder":
                 self._placeholder(node)
             elif node.op == "call_function" and node in self.flow.state:
                 _make_functional(node, copy)
                 self._resize(node, copy)
+                self._fork_random(node, copy)
                 self._reduce(node)
         self.graph.lint()
         return LocalGraph(self.graph, self.modules, self.edits)
@@ -144,28 +145,29 @@ class Rewriter:
         """All axes at once where the edit is on all of them, otherwise one after the other."""
         return [tuple(sorted(axes))] if len(axes) == len(self.axes) else [(i,) for i in sorted(axes)]
 
-    def _once(self, key: tuple[Any, ...], make: Callable[[], fx.Node]) -> fx.Node:
+    def _once(
+        self, kind: EditKind, axes: tuple[int, ...], source: fx.Node, value: fx.Node, module: nn.Module
+    ) -> fx.Node:
+        """The edit of a value, the same one for all its users."""
+        key = (kind, axes, value)
         if key not in self._edited:
-            self._edited[key] = make()
+            self._edited[key] = self._call(kind, axes, source, value, module)
         return self._edited[key]
 
     def _edge(self, user: fx.Node, node: fx.Node) -> fx.Node:
         """The value of a node as its user sees it."""
         edge, value = (user, node), self._new[node]
         for axes in self._together(self.flow.copies.get(edge, set())):
-            module = Copy(self._team(axes))
-            value = self._once(
-                ("copy", value, axes), lambda a=axes, m=module, v=value: self._call("copy", a, node, v, m)
-            )  # type: ignore[misc]
+            value = self._once("copy", axes, node, value, Copy(self._team(axes)))
         for axes in self._together(self.flow.shares.get(edge, set())):
             value = self._call("share", axes, node, value, Share(self._team(axes).ranks))
         everything = tuple(range(len(self.axes)))
         if edge in self.flow.gathers:
             gather = Gather(self.teams[-1], self._shape(node), self._outer(node))
-            value = self._once(("gather", value), lambda v=value: self._call("gather", everything, node, v, gather))  # type: ignore[misc]
+            value = self._once("gather", everything, node, value, gather)
         if edge in self.flow.slices:
             part = Slice(self.teams[-1], self._shape(node, True), self._outer(node))
-            value = self._once(("slice", value), lambda v=value: self._call("slice", everything, node, v, part))  # type: ignore[misc]
+            value = self._once("slice", everything, node, value, part)
         return value
 
     def _reduce(self, node: fx.Node) -> None:
@@ -181,6 +183,19 @@ class Rewriter:
             return
         for axes in self._together(due):
             self._new[node] = self._call("reduce", axes, node, self._new[node], Reduce(self._team(axes)))
+
+    def _fork_random(self, node: fx.Node, copy: fx.Node) -> None:
+        """Draw other random numbers on ranks that hold other parts; the same ones where they hold the same."""
+        cut = [i for i, state in enumerate(self.flow.raw[node]) if state in (State.SHARDED, State.SEQUENCE)]
+        if not cut or not _is_random(node):
+            return
+        place = 0
+        for axis in cut:
+            place = place * self.axis_sizes[axis] + self.coordinate[axis]
+        name = f"tp_random_{len(self.modules)}"
+        self.modules[name] = ForkedRandom(copy.target, place)
+        self._new[node] = self.graph.call_module(name, copy.args, copy.kwargs)
+        self.graph.erase_node(copy)
 
     def _placeholder(self, node: fx.Node) -> None:
         """Cut side inputs, buffers and constants; add up the gradient of what only some axes cut."""
@@ -226,14 +241,14 @@ class Rewriter:
         elif name in ("new_zeros", "new_ones", "new_full", "new_empty"):
             args[1] = sizes
         elif name == "unflatten":
-            dim = args[1] % len(first)  # type: ignore[operator]
-            args[2] = sizes[dim : dim + len(args[2])]  # type: ignore[arg-type]
+            dim = args[1] % len(first)
+            args[2] = sizes[dim : dim + len(args[2])]
         elif name == "repeat":
             lead = len(sizes) - len(first)
             before = [1] * lead + [self.local(f, part) for f in first]
             args[1] = [new // old for new, old in zip(sizes, before, strict=True)]
         elif name == "repeat_interleave":
-            dim = (args[2] if len(args) > 2 else copy.kwargs["dim"]) % len(first)  # type: ignore[operator]
+            dim = (args[2] if len(args) > 2 else copy.kwargs["dim"]) % len(first)
             args[1] = sizes[dim] // self.local(first[dim], part)
             if copy.kwargs.get("output_size") is not None:
                 copy.kwargs = dict(copy.kwargs, output_size=sizes[dim])
@@ -250,7 +265,7 @@ class Rewriter:
             copy.target, copy.kwargs = aten.split_with_sizes.default, {}
             return [args[0], [self.local(dims[cut.dim], part) for dims in self.source.tensors_of(node)], cut.dim]
         source = node.args[0]
-        layout = dim_layout(self.source.tensors_of(source)[0][cut.dim], self.axes)  # type: ignore[arg-type]
+        layout = dim_layout(self.source.tensors_of(source)[0][cut.dim], self.axes)
         if not layout.is_cut:
             return args
         index = layout.index(self.axis_sizes, (0,) * len(self.axes))
@@ -262,6 +277,16 @@ class Rewriter:
         return [args[0], cut.dim, start, stop]
 
 
+def _is_random(node: fx.Node) -> bool:
+    """Whether a node draws random numbers."""
+    name, target = op_name(node), node.target
+    if name in ("dropout", "dropout_", "feature_dropout", "native_dropout"):
+        return bool(node.args[1] and node.args[2])
+    if name == "scaled_dot_product_attention":
+        return bool(node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0))
+    return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+
+
 def _make_functional(node: fx.Node, copy: fx.Node) -> None:
     """Replace an in-place operator where nothing else sees its target: edits may hand out views."""
     name, target = op_name(node), node.args[0] if node.args else None
@@ -270,6 +295,6 @@ def _make_functional(node: fx.Node, copy: fx.Node) -> None:
     if target.op == "placeholder" or op_name(target) in VIEWS:
         return
     packet = getattr(aten, name[:-1], None)
-    overload = getattr(packet, node.target._overloadname, None)  # type: ignore[union-attr]
+    overload = getattr(packet, node.target._overloadname, None)
     if overload is not None:
         copy.target = overload

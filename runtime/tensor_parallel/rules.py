@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, fx
 
 from autopar.runtime.tensor_parallel.factors import Dims, Factor, find, product, segments
-from autopar.runtime.tensor_parallel.graph import BlockGraph, Cut, Shape, is_tensor, op_name
+from autopar.runtime.tensor_parallel.graph import BlockGraph, Cut, Shape, is_tensor, names, op_name
 
 
 class Op:
-    """One node as its rule sees it: arguments by position or name, factors of tensors, and what the rule may record."""
+    """One node as its rule sees it: arguments, factors of tensors, and what the rule may record."""
 
     def __init__(self, graph: BlockGraph, node: fx.Node) -> None:
         self.graph, self.node, self.space = graph, node, graph.space
@@ -86,11 +86,12 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
 
 
 # Elementwise operators that do not carry torch.Tag.pointwise.
-POINTWISE = frozenset(
-    "dropout dropout_ to type_as contiguous clone _to_copy detach detach_ alias masked_fill masked_fill_ where gelu gelu_ "
-    "silu silu_ softplus lift_fresh_copy float feature_dropout fill_ zero_ bernoulli rand_like zeros_like ones_like "
-    "full_like empty_like copy_ pow clamp clip square square_ relu relu_ logical_not nan_to_num add_ mul_ div_ "
-    "native_dropout isin leaky_relu hardtanh selu mish round floor erfinv rsub floor_divide polar complex real imag".split()
+POINTWISE = names(
+    "dropout dropout_ to type_as contiguous clone _to_copy detach detach_ alias masked_fill masked_fill_ where gelu "
+    "gelu_ silu silu_ softplus lift_fresh_copy float feature_dropout fill_ zero_ bernoulli rand_like zeros_like "
+    "ones_like full_like empty_like copy_ pow clamp clip square square_ relu relu_ logical_not nan_to_num add_ mul_ "
+    "div_ native_dropout isin leaky_relu hardtanh selu mish round floor erfinv rsub floor_divide polar complex real "
+    "imag"
 )
 
 
@@ -101,7 +102,7 @@ def factors_of(op: Op) -> None:
     graph, node = op.graph, op.node
     if node.target is operator.getitem:
         source, index = node.args
-        graph.dims[node] = graph.tensors_of(source)[index]  # type: ignore[arg-type, index]
+        graph.dims[node] = graph.tensors_of(source)[index]
         return
     if op.value is None:
         return

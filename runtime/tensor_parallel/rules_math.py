@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autopar.runtime.tensor_parallel.factors import Dims, Factor
-from autopar.runtime.tensor_parallel.graph import Shape, is_tensor
+from autopar.runtime.tensor_parallel.graph import Shape, is_tensor, names
 from autopar.runtime.tensor_parallel.rules import Op, rule
 
 
@@ -96,9 +96,7 @@ def _along(op: Op) -> Shape:
     return (dims, list(dims)) if isinstance(op.value, tuple | list) else dims
 
 
-@rule(
-    *"mean sum amax amin max min var std any all argmax norm linalg_vector_norm prod logsumexp".split(),
-)
+@rule(*names("mean sum amax amin max min var std any all argmax norm linalg_vector_norm prod logsumexp"))
 def _reduce(op: Op) -> Shape:
     dims = op.dims()
     if op.name in ("max", "min") and len(op.args) > 1 and is_tensor(op.args[1]):

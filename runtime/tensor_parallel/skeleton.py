@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import torch
-
-# The only place that imports these two semi-private names of torch 2.13.
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
+
+# Semi-private names of torch 2.13, imported here only.
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from autopar.errors import InputError
 from autopar.runtime.tensor_parallel.graph import BlockGraph, trace
@@ -62,22 +61,24 @@ def _shape_of(value: Any, flat: list[Any]) -> Any:
     )
 
 
-@contextmanager
-def real_tensors() -> Iterator[None]:
-    """Suspend fake-tensor and other modes."""
-    with _disable_current_modes():
-        yield
+T = TypeVar("T")
+
+
+def alone(function: Callable[[], T]) -> T:
+    """The result of a function that runs in a thread of its own, without the caller's modes and hooks.
+
+    Autograd state is per thread: activation checkpointing counts what a forward saves, no-grad and autocast change
+    which operators are traced, dispatch modes see every one of them. None of it may reach a trace.
+    """
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        return pool.submit(function).result()
 
 
 class Skeleton:
     """A copy of a block on the meta device, without hooks; the block itself is not touched."""
 
     def __init__(self, block: nn.Module) -> None:
-        with real_tensors():
-            memo: dict[int, Any] = {id(p): _empty(p, "meta") for p in block.parameters()}
-            for module in block.modules():
-                memo.update({id(getattr(module, name)): OrderedDict() for name in _HOOKS if hasattr(module, name)})
-            self.block: nn.Module = copy.deepcopy(block, memo)
+        self.block: nn.Module = alone(lambda: _without_weights(block))
         self.dtypes = {name: p.dtype for name, p in block.named_parameters()}
 
     def trace(
@@ -86,43 +87,54 @@ class Skeleton:
         kwargs: dict[str, Any],
         training: bool,
         dtypes: dict[str, torch.dtype] | None = None,
+        sequence_parts: int = 1,
     ) -> BlockGraph:
         """The graph for inputs like these (their values are not read), with parameters of these dtypes.
 
-        Fake tensors of the inputs' device are traced, not meta ones: code that asks for the device takes its true path.
+        sequence_parts: the activation input is one of so many parts of the sequence; the whole is traced. Fake tensors
+        of the inputs' device are traced, not meta ones: code that asks for the device then takes its true path.
         """
+        return alone(lambda: self._trace(args, kwargs, training, self.dtypes | (dtypes or {}), sequence_parts))
+
+    def _trace(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        training: bool,
+        dtypes: dict[str, torch.dtype],
+        sequence_parts: int,
+    ) -> BlockGraph:
         _, flat = signature(args, kwargs)
-        places = {x.device for x in flat if isinstance(x, Tensor) and x.device.type != "meta"}
-        device = next(iter(places)) if places else torch.device("cpu")
-        dtypes = self.dtypes | (dtypes or {})
-        with real_tensors():
-            mode = FakeTensorMode(allow_non_fake_inputs=True)
-            with mode:
-                memo: dict[int, Any] = {
-                    id(p): _empty(p, device, dtypes[name]) for name, p in self.block.named_parameters()
-                }
-                memo.update({id(b): _empty_buffer(b, device) for b in self.block.buffers() if b.device.type == "meta"})
-                inputs, named = _fake((args, kwargs), device)
-            block = copy.deepcopy(self.block, memo).train(training)
-            return trace(block, inputs, named)
+        tensors = [x for x in flat if isinstance(x, Tensor)]
+        places = [x.device for x in tensors if x.device.type != "meta"]
+        device = places[0] if places else torch.device("cpu")
+        activation = next((x for x in tensors if x.is_floating_point()), None)
+
+        def fake(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                shape = list(value.shape)
+                if value is activation and sequence_parts > 1:
+                    shape[1] *= sequence_parts
+                return torch.empty(shape, dtype=value.dtype, device=device)
+            if isinstance(value, tuple | list):
+                return type(value)(fake(x) for x in value)
+            return {name: fake(x) for name, x in value.items()} if isinstance(value, dict) else value
+
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            memo: dict[int, Any] = {id(p): _empty(p, device, dtypes[n]) for n, p in self.block.named_parameters()}
+            for b in self.block.buffers():
+                if b.device.type == "meta" or isinstance(b, FakeTensor):
+                    memo[id(b)] = torch.empty(b.shape, dtype=b.dtype, device=device)
+            inputs, named = fake(args), fake(kwargs)
+        return trace(copy.deepcopy(self.block, memo).train(training), inputs, named)
+
+
+def _without_weights(block: nn.Module) -> nn.Module:
+    memo: dict[int, Any] = {id(p): _empty(p, "meta") for p in block.parameters()}
+    for module in block.modules():
+        memo.update({id(getattr(module, name)): OrderedDict() for name in _HOOKS if hasattr(module, name)})
+    return copy.deepcopy(block, memo)
 
 
 def _empty(p: nn.Parameter, device: Any, dtype: torch.dtype | None = None) -> nn.Parameter:
-    floating = p.is_floating_point()
-    return nn.Parameter(
-        torch.empty(p.shape, dtype=dtype or p.dtype, device=device), requires_grad=p.requires_grad and floating
-    )
-
-
-def _empty_buffer(buffer: Tensor, device: Any) -> Tensor:
-    return torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
-
-
-def _fake(value: Any, device: torch.device) -> Any:
-    if isinstance(value, Tensor):
-        return torch.empty(value.shape, dtype=value.dtype, device=device)
-    if isinstance(value, tuple | list):
-        return type(value)(_fake(x, device) for x in value)
-    if isinstance(value, dict):
-        return {name: _fake(x, device) for name, x in value.items()}
-    return value
+    return nn.Parameter(torch.empty(p.shape, dtype=dtype or p.dtype, device=device), requires_grad=p.requires_grad)

@@ -26,6 +26,7 @@ from autopar.runtime.tensor_parallel.graph import (
     BlockGraph,
     is_getitem,
     is_tensor,
+    names,
     numel,
     op_name,
     size_bytes,
@@ -38,10 +39,10 @@ Classes = frozenset[Factor]
 REPLICATED, SHARDED, PARTIAL, LENT, SEQUENCE = State
 
 # f(a + b) = f(a) + f(b) for these, in their first argument.
-LINEAR = frozenset(
-    "view reshape _unsafe_view transpose permute t unsqueeze squeeze expand contiguous clone to _to_copy type_as neg alias "
-    "detach slice select flatten unflatten sum unbind split chunk split_with_sizes index roll view_as expand_as movedim "
-    "swapaxes lift_fresh_copy detach_".split()
+LINEAR = names(
+    "view reshape _unsafe_view transpose permute t unsqueeze squeeze expand contiguous clone to _to_copy type_as neg "
+    "alias detach slice select flatten unflatten sum unbind split chunk split_with_sizes index roll view_as expand_as "
+    "movedim swapaxes lift_fresh_copy detach_"
 )
 
 
@@ -131,6 +132,7 @@ class _Pass:
         self.graph, self.axes, self.sequence, self.reduced = graph, axes, sequence, reduced
         self.flow = Flow()
         self.classes: Classes = frozenset().union(*axes)
+        self.limit = 1.01 * numel(graph.residual)
         self.held = {node: graph.leaves_of(node) & self.classes for node in graph.dims}
 
     def run(self) -> set[tuple[int, fx.Node]]:
@@ -150,7 +152,7 @@ class _Pass:
 
     def _finish(self) -> set[tuple[int, fx.Node]]:
         output = next(node for node in self.graph.nodes if node.op == "output")
-        main, limit = self.graph.main, 1.01 * numel(self.graph.residual)
+        main = self.graph.main
         for node in self.graph.outputs:
             if self.sequence is not None and node is main:
                 if not self._whole_sequence(node):
@@ -159,7 +161,7 @@ class _Pass:
             elif {SEQUENCE, LENT, SHARDED} & set(self.flow.state[node]):
                 raise IllegalClassesError("a second output that other ranks hold other parts of")
         for node in self.flow.reduces:
-            if numel(node) > limit:
+            if numel(node) > self.limit:
                 raise IllegalClassesError(f"a reduction of {tuple(node.meta['val'].shape)} inside the block")
         return set()
 
@@ -245,7 +247,9 @@ class _Pass:
         blocked = {leaf for f in self.graph.blocked_at[node] for leaf in leaves(f)}
         if contracted & self.classes or self.sequence in contracted | blocked:
             return False
-        return not any(SHARDED in self.flow.state[x] for x in inputs)
+        # A large partial sum is reduced later: then the parts of the sequence are gathered to it instead.
+        large = any(PARTIAL in self.flow.state[x] and numel(x) > self.limit for x in inputs)
+        return not large and not any(SHARDED in self.flow.state[x] for x in inputs)
 
     def _on_axis(self, node: fx.Node, axis: int, held: dict[fx.Node, State]) -> tuple[State, list[fx.Node]]:
         """The state of a node on one axis, or the PARTIAL inputs that must be reduced before it."""
@@ -292,10 +296,11 @@ class _Pass:
             return True
         if name in ("mul", "mul_", "div", "div_"):
             single = len(held) - len(others) == 1 and (is_partial or name in ("mul", "mul_"))
-            if not single or any(held[x] is not REPLICATED for x in others) or node.args[0] is node.args[1]:
+            if not single or any(held[x] not in (REPLICATED, LENT) for x in others) or node.args[0] is node.args[1]:
                 return False
             for x in others:
-                self.flow.copies[(node, x)].add(axis)
+                if held[x] is REPLICATED:
+                    self.flow.copies[(node, x)].add(axis)
             return True
         if name in ("index_add", "index_add_"):
             zeros = isinstance(first, fx.Node) and op_name(first) in ("zeros", "zeros_like", "new_zeros")
