@@ -79,7 +79,7 @@ class LiveBytes(TorchDispatchMode):
     def _see(self, tensor: Tensor) -> None:
         if is_traceable_wrapper_subclass(tensor):
             for name in tensor.__tensor_flatten__()[0]:
-                self._see(getattr(tensor, name))
+                self._see_all(getattr(tensor, name))  # a DTensor names its mesh too, which is no tensor
         elif tensor.layout is torch.strided and tensor.device.type != "meta":
             self._count(tensor.untyped_storage())
 

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 from autopar.runtime.tracker import LiveBytes, storage_bytes, tensors_of
@@ -141,3 +148,52 @@ def test_nothing_leaks_over_steps() -> None:
             optimizer.zero_grad()
             optimizer_bytes.append(live.current_bytes)
     assert optimizer_bytes[1] == optimizer_bytes[3]
+
+
+def sharded_steps(watch: Callable[..., None]) -> None:
+    """Three AdamW steps of one rank of four under ZeRO-3; `watch(model, optimizer, x, step)` runs them."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        mesh = init_device_mesh("cpu", (4,))
+        model = nn.Sequential(*[Mlp() for _ in range(3)])
+        for block in model:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+
+        def step() -> None:
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        x = torch.randn(SAMPLES, WIDTH)
+        watch(model, optimizer, x, step)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_sharded_training_agrees_with_torchs_own_tracker() -> None:
+    ours: list[tuple[int, int]] = []
+    theirs: list[tuple[int, int]] = []
+
+    def watch(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, step: Callable[[], None]) -> None:
+        with LiveBytes().adopt(model, optimizer, x) as live:
+            for _ in range(3):
+                live.reset_peak()
+                step()
+                ours.append((live.current_bytes, live.peak_bytes))
+
+    def judge(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, step: Callable[[], None]) -> None:
+        tracker = MemTracker()
+        tracker.track_external(model, optimizer, x)
+        with tracker:
+            for _ in range(3):
+                step()
+                found = [tracker.get_tracker_snapshot(kind)[x.device]["Total"] for kind in ("current", "peak")]
+                theirs.append((found[0], found[1]))
+                tracker.reset_mod_stats()
+
+    sharded_steps(watch)
+    sharded_steps(judge)
+    assert ours == theirs
+    assert ours[1] == ours[2]
