@@ -61,3 +61,17 @@ def _runs(tables: CostTables, layers_per_stage: tuple[int, ...]) -> list[tuple[i
                 runs.append((layer, layer + 1))
         first += layers
     return runs
+
+
+def equal_layers(tables: CostTables) -> list[tuple[int, int]]:
+    """The runs of equal layers of the chain, as first and end; tied ends are runs of their own."""
+    units = len(tables.time_ns)
+    runs = _runs(tables, (units,))
+    if tables.tied and units > 1:
+        runs = [
+            part
+            for first, end in runs
+            for part in ((first, min(end, 1)), (max(first, 1), min(end, units - 1)), (max(first, units - 1), end))
+            if part[0] < part[1]
+        ]
+    return runs

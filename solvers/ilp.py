@@ -9,8 +9,8 @@ The chain is one path through nodes (layer l, stage i, strategy s):
     sum over nodes (state + in_flight_i * saved) + Q_i <= budget_i,  Q_i >= transient of each layer on stage i
     X >= T_i,  minimise sum_i T_i + (micro_batches - 1) X
 
-The form is layer-wise: equal layers are symmetric in it, so it is meant for small and middling tables; a prover that
-runs out of time is not named, it is no objection.
+The form is layer-wise: equal layers are symmetric in it, so it is meant for small and middling tables
+(autopar.solvers.counted is for long runs of equal layers).
 """
 
 from __future__ import annotations
@@ -26,12 +26,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.errors import RunError
-from autopar.price import INFEASIBLE, Choice, CostTables, Int, score
+from autopar.price import INFEASIBLE, CostTables, Int, score
 from autopar.solvers.segment import FORBIDDEN, groups_of
-
-CP_SAT = "OR-Tools CP-SAT"
-HIGHS = "HiGHS"
 
 Terms = list[tuple[int, int]]
 """Coefficient and variable."""
@@ -108,7 +104,7 @@ def program_of(tables: CostTables) -> Program:
     ok &= (tables.saved_bytes != INFEASIBLE) & (tables.transient_bytes != INFEASIBLE)
     for layer in range(units):
         if not (tables.tied and layer in (0, units - 1)):
-            ok[layer] &= ~_dominated(tables, group, layer)
+            ok[layer] &= ~dominated(tables, group, layer)
     largest = int(np.where(tables.time_ns == INFEASIBLE, 0, tables.time_ns).max(axis=1).sum())
     for move in (tables.transition_ns, tables.entry_ns, tables.exit_ns):
         largest += units * int(np.where(move == INFEASIBLE, 0, move).max(initial=0))
@@ -210,7 +206,7 @@ def _order_equal_layers(program: Program, tables: CostTables, group: Int) -> Non
                     program.row([*later, *earlier], None, 1)
 
 
-def _dominated(tables: CostTables, group: Int, layer: int) -> NDArray[np.bool_]:
+def dominated(tables: CostTables, group: Int, layer: int) -> NDArray[np.bool_]:
     """[S]: strategies that another of the same layout matches in every number of this layer."""
     parts = (tables.time_ns, tables.state_bytes, tables.saved_bytes, tables.transient_bytes)
     rows = np.stack([*(part[layer] for part in parts), tables.entry_ns, tables.exit_ns])
@@ -340,39 +336,3 @@ def _highs(tables: CostTables, limit_s: float) -> Answer:
     elif problem.status == pulp.LpStatusInfeasible:
         status = "INFEASIBLE"
     return _answer(status, program, tables, lambda one: (variables[one].value() or 0.0) > 0.5)
-
-
-def certify(tables: CostTables, choice: Choice, *, limit_s: float = 10.0) -> tuple[str, ...]:
-    """The names of the provers that agree with a choice; each has limit_s.
-
-    CP-SAT agrees when it proves that nothing is below the choice's lower bound (or that nothing fits); HiGHS when the
-    best choice it finds adds up to the same within 1e-6 (or it finds none). Raises RunError when one finds a choice
-    that fits and is below the bound, ValueError for a choice of which nothing was proven.
-    """
-    bound = choice.lower_bound_ns
-    if choice.layers_per_stage is None or choice.strategies is None:
-        if bound != INFEASIBLE:
-            raise ValueError("nothing is proven of this choice but that it is above a limit")
-        objective = INFEASIBLE
-        answers = {CP_SAT: cp_sat(tables, limit_s=limit_s), HIGHS: highs(tables, limit_s=limit_s)}
-    else:
-        objective = score(tables, choice.layers_per_stage, choice.strategies).objective_ns
-        answers = {
-            CP_SAT: cp_sat(tables, at_most_ns=bound - 1, limit_s=limit_s),
-            HIGHS: highs(tables, limit_s=limit_s),
-        }
-    names = []
-    for name, answer in answers.items():
-        found = answer.objective_ns(tables)
-        if found is not None and found < bound:
-            raise RunError(
-                f"{name} contradicts the solver: it finds a choice below its lower bound of {bound} ns",
-                why=f"layers per stage {answer.layers_per_stage}, strategies {answer.strategies} fit in {found} ns",
-                fix="this is a bug of the solver: report it with the inputs of the search",
-            )
-        if name == CP_SAT or objective == INFEASIBLE:
-            agrees = answer.status == "INFEASIBLE"
-        else:
-            agrees = found is not None and abs(found - objective) <= 1e-6 * objective
-        names += [name] if agrees else []
-    return tuple(names)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -198,3 +202,24 @@ def test_bad_arguments_are_refused() -> None:
         solve_pipeline([], shortlist=0)
     with pytest.raises(ValueError, match="unit of time"):
         solve_table(replace(random_table(0), time_ns=np.full_like(random_table(0).time_ns, 2**50)))
+
+
+def test_results_do_not_depend_on_the_hash_seed() -> None:
+    code = (
+        "from tests.solvers.test_pipeline import big_table\n"
+        "from autopar.solvers import solve_pipeline\n"
+        "print(solve_pipeline([big_table(), big_table(tied=True), big_table(jitter=True)]))\n"
+    )
+    printed = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+            cwd=Path(__file__).parents[2],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+        ).stdout
+        for seed in ("0", "77")
+    }
+    assert len(printed) == 1
