@@ -152,13 +152,18 @@ def search(
         pins=tuple(Pin.parse(text) for text in pin or ()),
     )
     with progress("search") as report, _interrupt_stops() as stopped:
-        result = search_files(
-            model_file,
-            cluster_file,
-            request,
-            progress=lambda phase, done, total: report({"what": phase, "done": done, "total": total}),
-            stop=stopped,
-        )
+        try:
+            result = search_files(
+                model_file,
+                cluster_file,
+                request,
+                progress=lambda phase, done, total: report({"what": phase, "done": done, "total": total}),
+                stop=stopped,
+            )
+        except RunError:
+            if stopped():
+                raise KeyboardInterrupt from None
+            raise
     result.plan.save(output)
     _answer(result.plan.dumps() if json else _shown(plan_table(result.plan), plan_facts(result.plan)))
     if stopped():

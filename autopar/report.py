@@ -111,7 +111,7 @@ def plan_facts(plan: Plan) -> str:
         ]
     if plan.certificate is not None:
         certificate = plan.certificate
-        how = "optimal" if certificate.status == "optimal" else f"within {certificate.gap:.1%} of optimal"
+        how = "optimal" if certificate.status == "optimal" else f"within {max(certificate.gap, 1e-4):.2%} of optimal"
         checked = f", agreed by {', '.join(certificate.verified_by)}" if certificate.verified_by else ""
         lines.append(f"{how} for the tables of this profile, says solver {certificate.solver}{checked}")
     return "\n".join(lines)
