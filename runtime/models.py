@@ -1,15 +1,7 @@
-"""Models from MODEL strings, and batches that fit them. Nothing is ever downloaded.
-
-A MODEL string is one of, each with optional overrides in brackets (keyword literals only):
-
-    LlamaConfig(hidden_size=128, num_hidden_layers=4)   a Hugging Face config class
-    path/to/folder, path/to/config.json(num_hidden_layers=2)   a saved Hugging Face config
-    package.module:function(depth=4), path/to/file.py:function   a function that returns an nn.Module
-"""
+"""Models from MODEL strings (`autopar.runtime.source`), and batches that fit them. Nothing is ever downloaded."""
 
 from __future__ import annotations
 
-import ast
 import difflib
 import importlib
 import importlib.util
@@ -17,7 +9,6 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -28,13 +19,20 @@ from torch import Tensor, nn
 
 from autopar.errors import InputError
 from autopar.runtime.hugging_face import build_hugging_face, is_hugging_face
+from autopar.runtime.source import FORMS, canonical_source, parse_source
 from autopar.units import dtype_name
 
-_FORMS = (
-    "a Hugging Face config class such as LlamaConfig(hidden_size=128), a folder with config.json, a config.json, "
-    "package.module:function or path/to/file.py:function"
-)
-_CALL = re.compile(r"(?P<base>.+?)\s*(?P<arguments>\(.*\))", re.DOTALL)
+__all__ = [
+    "BatchForm",
+    "batch_form",
+    "build_model",
+    "canonical_source",
+    "example_batch",
+    "max_sequence",
+    "parse_source",
+    "vocab_size",
+]
+
 _IDS_NAMES = ("input_ids", "ids", "idx", "tokens", "x", "input", "inputs")
 _LABEL_NAMES = ("labels", "targets", "target", "y")
 
@@ -50,45 +48,6 @@ class BatchForm:
     ids: str = "input_ids"
     labels: str | None = "labels"
     shifted: bool = False
-
-
-def parse_source(text: str) -> tuple[str, dict[str, Any]]:
-    """The part of a MODEL string before its brackets, and the overrides in them; InputError for anything else."""
-    text = text.strip()
-    match = None if Path(text).exists() else _CALL.fullmatch(text)
-    if match is None:
-        if not text:
-            raise InputError("the MODEL is empty", why=f"it is {_FORMS}", fix="name a model")
-        return text, {}
-    fix = "write for example LlamaConfig(hidden_size=128, num_hidden_layers=4)"
-    try:
-        call = ast.parse(f"f{match['arguments']}", mode="eval").body
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise InputError(f"{text!r} is not a MODEL", why=f"its brackets do not parse: {error}", fix=fix) from None
-    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
-        raise InputError(f"{text!r} is not a MODEL", why="the brackets hold only name=value", fix=fix)
-    overrides: dict[str, Any] = {}
-    for keyword in call.keywords:
-        if keyword.arg is None or keyword.arg in overrides:
-            raise InputError(f"{text!r} is not a MODEL", why="each override is name=value, given once", fix=fix)
-        try:
-            overrides[keyword.arg] = ast.literal_eval(keyword.value)
-        except ValueError:
-            why = f"the value of {keyword.arg} is not a literal (a number, string, list, True, None, ...)"
-            raise InputError(f"{text!r} is not a MODEL", why=why, fix=fix) from None
-    return match["base"], overrides
-
-
-def canonical_source(text: str, overrides: Mapping[str, Any] | None = None) -> str:
-    """The MODEL string with `overrides` merged into its brackets (the later value wins, the order is kept)."""
-    base, given = parse_source(text)
-    merged = {**given, **(overrides or {})}
-    for name in merged:
-        if not name.isidentifier():
-            raise InputError(
-                f"{name!r} is not the name of a setting", why="it is no identifier", fix="write name=value"
-            )
-    return f"{base}({', '.join(f'{name}={value!r}' for name, value in merged.items())})" if merged else base
 
 
 def build_model(source: str, *, dtype: str = "float32", seed: int = 0, device: str = "cpu") -> nn.Module:
@@ -120,13 +79,13 @@ def _no_model(base: str) -> InputError:
         why, fix = "its bracket is not closed", "write for example LlamaConfig(hidden_size=128)"
         return InputError(f"{base!r} is not a MODEL", why=why, fix=fix)
     if "/" in base or Path(base).exists():
-        why = f"no such file; a MODEL is {_FORMS}" if not Path(base).exists() else f"a MODEL is {_FORMS}"
+        why = f"no such file; a MODEL is {FORMS}" if not Path(base).exists() else f"a MODEL is {FORMS}"
         return InputError(f"{base} is not a MODEL", why=why, fix="check the path (nothing is downloaded)")
     near = difflib.get_close_matches(f"{base}Config".lower().replace("-", ""), ["llamaconfig", "gpt2config"], n=1)
     hint = {"llamaconfig": "LlamaConfig", "gpt2config": "GPT2Config"}[near[0]] if near else ""
     return InputError(
         f"{base!r} is not a MODEL",
-        why=f"a MODEL is {_FORMS}",
+        why=f"a MODEL is {FORMS}",
         fix=f"did you mean {hint}?" if hint else "give one of these forms (weights are never needed or downloaded)",
     )
 
@@ -191,13 +150,41 @@ def _not_importable(name: str, error: Exception) -> InputError:
 
 
 def vocab_size(model: nn.Module) -> int | None:
-    """The number of token ids: of the config where there is one, else rows of the first nn.Embedding, else None."""
+    """The number of token ids: of the config where there is one, else rows of the nn.Embedding that looks them up.
+
+    None where there is neither. With several embeddings (positions, types) one small forward tells which it is.
+    """
     size = getattr(getattr(model, "config", None), "vocab_size", None)
     if isinstance(size, int):
         return size
-    tables = (module for module in model.modules() if isinstance(module, nn.Embedding))
-    first = next(tables, None)
-    return None if first is None else first.num_embeddings
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    table = tables[0] if len(tables) == 1 else _looked_up(model, tables)
+    return None if table is None else table.num_embeddings
+
+
+def _looked_up(model: nn.Module, tables: list[nn.Embedding]) -> nn.Embedding | None:
+    """The first table that gets the ids themselves; the first of all when the model does not run on its own."""
+    form = batch_form(model) if tables else BatchForm()
+    found: list[nn.Embedding] = []
+
+    def see(module: nn.Module, args: tuple[Any, ...]) -> None:
+        # The ids are all 0: positions would begin 0, 1.
+        if isinstance(module, nn.Embedding) and args and args[0].shape == (1, 2) and not bool(args[0].any()):
+            found.append(module)
+
+    handles = [table.register_forward_pre_hook(see) for table in tables]
+    was_training = model.training
+    batch = {name: torch.zeros(1, 2, dtype=torch.long) for name in (form.ids, form.labels) if name is not None}
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            model.eval()(**batch)
+    except Exception:  # it may need more inputs than these; what ran before that still counts
+        pass
+    finally:
+        model.train(was_training)
+        for handle in handles:
+            handle.remove()
+    return next(iter(found or tables), None)
 
 
 def max_sequence(model: nn.Module) -> int | None:

@@ -113,6 +113,24 @@ def test_a_function_of_a_module() -> None:
     assert isinstance(build_model("torch.nn:Linear(in_features=3, out_features=4)"), nn.Linear)
 
 
+class Positioned(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Embedding(8, 4)
+        self.words = nn.Embedding(300, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.positions(torch.arange(x.shape[1])[None]) + self.words(x)
+
+
+def test_the_vocabulary_is_of_the_table_that_gets_the_ids() -> None:
+    model = Positioned()
+    assert vocab_size(model) == 300
+    assert model.training
+    assert example_batch(model, samples=2, sequence=4)["x"].shape == (2, 4)
+    assert not model.words._forward_pre_hooks
+
+
 def test_a_model_without_vocabulary_needs_an_example() -> None:
     with pytest.raises(InputError, match="example="):
         example_batch(nn.Linear(3, 4), samples=1, sequence=2)
