@@ -1,4 +1,4 @@
-"""Who else says that a choice is the best: CP-SAT and HiGHS, on programs that share only layout classes with the solver."""
+"""Who else says that a choice is best: CP-SAT and HiGHS; they share only the layout classes with the solver."""
 
 from __future__ import annotations
 
