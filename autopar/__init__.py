@@ -17,7 +17,7 @@ _HOMES = {
     "Strategy": "autopar.strategy",
     "Request": "autopar.request",
     "AutoparError": "autopar.errors",
-    "search": "autopar.searching",
+    "search": "autopar.planning",
     "profile": "autopar.profiler.models",
     "parallelize": "autopar.runtime.parallel",
 }

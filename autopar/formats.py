@@ -165,6 +165,16 @@ def read_text(text: str, name: str, kind: str, schema: int) -> dict[str, Any]:
     return {key: value for key, value in data.items() if key not in ("kind", "schema")}
 
 
+def read_kind(path: str | os.PathLike[str]) -> str | None:
+    """The kind of a file of ours; None for anything else, also for no file at all."""
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    kind = data.get("kind") if isinstance(data, dict) else None
+    return kind if isinstance(kind, str) else None
+
+
 def _refuse_constant(text: str) -> float:
     raise ValueError(f"{text} is not a number")
 

@@ -1,0 +1,98 @@
+"""`autopar.search`: a plan for a model on a cluster in one call; what was not measured yet is measured first."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from autopar.errors import InputError
+from autopar.formats import read_kind
+from autopar.measured import MODEL_KIND, ClusterFile, ModelFile
+from autopar.plan import Plan
+from autopar.request import Pin, Request
+from autopar.searching import search_files
+from autopar.units import parse_bytes
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from autopar.runtime.stage import LossFunction
+
+Path = str | os.PathLike[str]
+
+
+def search(
+    model: nn.Module | ModelFile | Path,
+    *,
+    cluster: ClusterFile | Path = "local",
+    global_batch: int,
+    sequence: int | None = None,
+    memory: int | str | None = None,
+    pp: Sequence[int] = (),
+    micro_batches: Sequence[int] = (),
+    pins: Sequence[str] = (),
+    example: Mapping[str, Tensor] | None = None,
+    loss: LossFunction | None = None,
+) -> Plan:
+    """The fastest plan that fits.
+
+    model: an nn.Module, a MODEL string, or what `profile model` measured (the value or its file); cluster: what
+    `profile cluster` measured, or "local", which measures this machine now; global_batch: samples of one step over all
+    ranks; sequence: tokens a sample (default: of the profile, of the example, or 2048); memory: budget of one rank in
+    bytes or as `24GiB`; pins: such as "0-3: dp4-z3"; example, loss: as in `autopar.parallelize`, for an nn.Module.
+    Raises InputError, InfeasibleError when nothing fits, RunError when a measurement fails.
+    """
+    cluster_file = _cluster(cluster)
+    model_file = _model(model, cluster_file, sequence, example, loss)
+    try:
+        request = Request(
+            global_batch=global_batch,
+            sequence=sequence or model_file.layers.sequence,
+            dtype=model_file.layers.dtype,
+            memory_bytes=parse_bytes(memory) if isinstance(memory, str) else memory,
+            pp=tuple(pp),
+            num_micro_batches=tuple(micro_batches),
+            pins=tuple(Pin.parse(pin) for pin in pins),
+        )
+    except ValueError as error:
+        raise InputError("the request is not acceptable", why=str(error), fix="give a number of at least 1") from None
+    return search_files(model_file, cluster_file, request).plan
+
+
+def _cluster(cluster: ClusterFile | Path) -> ClusterFile:
+    if isinstance(cluster, ClusterFile):
+        return cluster
+    if cluster == "local":
+        from autopar.profiler.cluster import profile_cluster
+
+        return profile_cluster(command="autopar.search")
+    return ClusterFile.load(cluster)
+
+
+def _model(
+    model: nn.Module | ModelFile | Path,
+    cluster: ClusterFile,
+    sequence: int | None,
+    example: Mapping[str, Tensor] | None,
+    loss: LossFunction | None,
+) -> ModelFile:
+    if isinstance(model, ModelFile):
+        return model
+    if isinstance(model, os.PathLike) or (isinstance(model, str) and read_kind(model) == MODEL_KIND):
+        return ModelFile.load(model)
+    from autopar.profiler.models import profile
+
+    return profile(
+        model,
+        sequence=sequence or _tokens(example) or 2048,
+        nproc=cluster.cluster.world_size,
+        device=cluster.cluster.device,
+        example=example,
+        loss=loss,
+    )
+
+
+def _tokens(example: Mapping[str, Any] | None) -> int | None:
+    """The sequence length of an example: the second dimension of its first matrix."""
+    return next((int(value.shape[1]) for value in (example or {}).values() if value.dim() == 2), None)
