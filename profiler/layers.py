@@ -178,7 +178,7 @@ class LayerBench:
         shared = copy.deepcopy(self._model, {id(block): block for block in blocks})
         last = self._probe.structure.num_blocks + 1
         body = StageBody(shared, self._probe.structure, range(1) if kind == "embed" else range(last, last + 1))
-        body.attach_exit()
+        body.attach_ends()
         return body if kind == "embed" else StageModule(body, self._loss)
 
     def _hidden(self, samples: int, sequence_shards: int = 1) -> Tensor:

@@ -48,7 +48,7 @@ def place_layers(
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
     _attach_relayouts(body, plan, groups)
     _shard(body, plan, groups)
-    body.attach_exit()
+    body.attach_ends()
     return LocalLayers(body=body, held=tuple(_held(body, plan, groups, block_plans, tied)))
 
 

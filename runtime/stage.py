@@ -67,7 +67,6 @@ class StageBody(nn.Module):
         self.holds_head = layers[-1] == structure.num_blocks + 1
         self._fed: Tensor | None = None
         self._drop_foreign_parameters()
-        self._attach_feed()
 
     def blocks(self) -> dict[int, nn.Module]:
         """The own blocks by their number."""
@@ -90,6 +89,14 @@ class StageBody(nn.Module):
             del owner._parameters[leaf]
             owner.register_buffer(leaf, stub, persistent=False)
 
+    def attach_ends(self) -> None:
+        """Feed the first own layer and leave after the last. Call it when all other hooks are in place.
+
+        The feed must come before every other hook of its block: fully_shard ties its backward to the inputs it sees.
+        """
+        self._attach_feed()
+        self._attach_exit()
+
     def _attach_feed(self) -> None:
         if self.holds_embed:
             return
@@ -102,8 +109,7 @@ class StageBody(nn.Module):
 
         entry.register_forward_pre_hook(feed, with_kwargs=True, prepend=True)
 
-    def attach_exit(self) -> None:
-        """Leave the forward after the last own layer. Call it when all other hooks of the blocks are in place."""
+    def _attach_exit(self) -> None:
         if self.holds_head:
             return
         held = self.model.get_submodule(self.structure.blocks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import importlib.util
 import multiprocessing
 import os
@@ -14,6 +15,13 @@ from typing import Any
 
 import pytest
 
+_PRELOAD = [
+    "autopar.runtime.verify",
+    "autopar.runtime.tensor_parallel",
+    "torch.distributed.pipelining",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.gpt2.modeling_gpt2",
+]
 _JOBS = Path(__file__).parent / "rank_jobs.py"
 
 
@@ -35,7 +43,8 @@ def _serve(connection: Any) -> None:
             job = connection.recv()
         except EOFError:
             return
-        name, payload, rank, size, store = job
+        name, payload, rank, size, store, timeout_s = job
+        faulthandler.dump_traceback_later(0.6 * timeout_s, exit=False)
         try:
             dist.init_process_group(
                 "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
@@ -44,6 +53,7 @@ def _serve(connection: Any) -> None:
         except Exception:
             answer = ("failed", traceback.format_exc())
         finally:
+            faulthandler.cancel_dump_traceback_later()
             if dist.is_initialized():
                 dist.destroy_process_group()
         connection.send(answer)
@@ -51,7 +61,9 @@ def _serve(connection: Any) -> None:
 
 class RankPool:
     def __init__(self) -> None:
-        self._context = multiprocessing.get_context("spawn")
+        # One process imports torch and the models; the workers are forked from it, before any group exists.
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(_PRELOAD)
         self._workers: list[tuple[Any, Any]] = []
         self.folder = tempfile.TemporaryDirectory()
         self._count = 0
@@ -65,13 +77,13 @@ class RankPool:
             theirs.close()
             self._workers.append((process, ours))
 
-    def run(self, name: str, size: int, timeout_s: float = 100, **payload: Any) -> list[Any]:
+    def run(self, name: str, size: int, timeout_s: float = 240, **payload: Any) -> list[Any]:
         """Results of `rank_jobs.<name>(**payload)` on each of `size` ranks; AssertionError with their tracebacks."""
         self._grow(size)
         self._count += 1
         store = f"{self.folder.name}/{self._count}"
         for rank in range(size):
-            self._workers[rank][1].send((name, payload, rank, size, store))
+            self._workers[rank][1].send((name, payload, rank, size, store, timeout_s))
         results, failures = [], []
         for rank in range(size):
             _, connection = self._workers[rank]
