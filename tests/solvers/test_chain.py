@@ -48,7 +48,7 @@ def objective(time_ns: Int, memory: Int, transition: Int, budget: int) -> float:
 
 
 def test_more_memory_never_hurts() -> None:
-    for seed in range(40):
+    for seed in range(20):
         time_ns, memory, transition, _ = random_chain(seed, layers=9, columns=5)
         top = int(np.where(memory == INFEASIBLE, 0, memory).max(axis=1).sum())
         values = [objective(time_ns, memory, transition, budget) for budget in range(0, top + 2, max(1, top // 8))]
@@ -56,8 +56,8 @@ def test_more_memory_never_hurts() -> None:
 
 
 def test_another_strategy_never_hurts() -> None:
-    for seed in range(60):
-        time_ns, memory, transition, budget = random_chain(seed, layers=12, columns=6)
+    for seed in range(40):
+        time_ns, memory, transition, budget = random_chain(seed, layers=10, columns=6)
         without = (
             objective(time_ns[:, :-1], memory[:, :-1], transition[..., :-1, :-1], budget)
             if time_ns.shape[1] > 1
@@ -67,8 +67,8 @@ def test_another_strategy_never_hurts() -> None:
 
 
 def test_order_of_strategies_changes_nothing() -> None:
-    for seed in range(60):
-        time_ns, memory, transition, budget = random_chain(seed, layers=12, columns=6)
+    for seed in range(40):
+        time_ns, memory, transition, budget = random_chain(seed, layers=10, columns=6)
         order = np.random.default_rng(seed).permutation(time_ns.shape[1])
         shuffled = objective(time_ns[:, order], memory[:, order], transition[..., order[:, None], order], budget)
         assert shuffled == objective(time_ns, memory, transition, budget), seed

@@ -49,7 +49,7 @@ def test_equals_brute_force_on_many() -> None:
 
 
 def test_leanest_equals_brute_force() -> None:
-    for seed in range(200):
+    for seed in range(120):
         tables = random_table(seed)
         found, expected = leanest(tables), brute_leanest(tables)
         assert (found is None) == (expected is None), seed
@@ -66,7 +66,7 @@ def objective(tables: CostTables) -> float:
 
 
 def test_more_memory_never_hurts() -> None:
-    for seed in range(25):
+    for seed in range(15):
         tables = random_table(seed, layers=8, columns=5)
         values = [
             objective(replace(tables, budget_bytes=tuple(int(b * factor) for b in tables.budget_bytes)))
@@ -91,7 +91,7 @@ def columns(tables: CostTables, keep: np.ndarray) -> CostTables:  # type: ignore
 
 
 def test_strategies_another_never_hurts_and_order_changes_nothing() -> None:
-    for seed in range(50):
+    for seed in range(30):
         tables = random_table(seed, layers=8, columns=5)
         count = len(tables.strategies)
         value = objective(tables)
@@ -101,7 +101,7 @@ def test_strategies_another_never_hurts_and_order_changes_nothing() -> None:
 
 
 def test_an_upper_bound_cuts_off_and_loses_nothing() -> None:
-    for seed in range(100):
+    for seed in range(50):
         tables = random_table(seed)
         value = objective(tables)
         if value == float("inf"):
@@ -113,7 +113,7 @@ def test_an_upper_bound_cuts_off_and_loses_nothing() -> None:
 
 
 def test_shortlist_equals_sorting_every_table() -> None:
-    for seed in range(15):
+    for seed in range(8):
         tables = [random_table(97 * seed + place, layers=4) for place in range(12)]
         optima = [(found[0], place) for place, one in enumerate(tables) if (found := brute_table(one)) is not None]
         for size in (1, 3, 20):
@@ -187,7 +187,7 @@ def test_a_stopped_search_says_how_far_it_is() -> None:
         solve_pipeline(tables, stop=lambda: True)
     with pytest.raises(RunError, match="stopped"):
         solve_pipeline(tables, deadline=time.monotonic() - 1.0)
-    for allowed in (2, 5, 10, 20, 40):
+    for allowed in (5, 20):
         calls = iter(range(10**9))
         try:
             found = solve_pipeline(tables, stop=lambda calls=calls, allowed=allowed: next(calls) >= allowed)
@@ -208,7 +208,7 @@ def test_results_do_not_depend_on_the_hash_seed() -> None:
     code = (
         "from tests.solvers.test_pipeline import big_table\n"
         "from autopar.solvers import solve_pipeline\n"
-        "print(solve_pipeline([big_table(), big_table(tied=True), big_table(jitter=True)]))\n"
+        "print(solve_pipeline([big_table(), big_table(tied=True)]))\n"
     )
     printed = {
         subprocess.run(
