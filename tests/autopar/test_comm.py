@@ -33,6 +33,21 @@ def test_time_and_bandwidth_never_fall_with_size(noisy: LinkCurve, sizes: list[i
         assert m1 / t1 >= m0 / t0 * (1 - 1e-9) or m1 <= noisy.size_bytes[0]
 
 
+@settings(max_examples=200, deadline=None)
+@given(noisy_curves())
+def test_both_slopes_are_exact(noisy: LinkCurve) -> None:
+    for (x0, t0), (x1, t1) in pairwise(cleaned(noisy)):
+        assert t0 <= t1 <= t0 + (x1 - x0)
+
+
+def test_a_collective_without_curves_is_fitted_from_the_others() -> None:
+    """An all-reduce over two ranks moves twice what an all-gather does, in twice the steps."""
+    links = LinkProfile(curves=(curve("all_gather", PAIR),))
+    estimate = seconds(links, "all_reduce", PAIR, 1 << 22)
+    assert estimate.seconds == pytest.approx(2 * seconds(links, "all_gather", PAIR, 1 << 22).seconds)
+    assert estimate.origin == "fitted"
+
+
 def test_measured_points_of_a_clean_curve_are_kept_and_the_ends_are_straight() -> None:
     links = LinkProfile(curves=(curve("all_gather", PAIR),))
     for size in SIZES:

@@ -108,6 +108,19 @@ def test_ends_of_stages() -> None:
     assert edge_bytes(8, stage=2, pp=3, micro_batches=4) == (32, 0)
 
 
+def test_buffers_of_both_neighbours_are_alive_while_a_replica_works() -> None:
+    """Unit 0 is gathered ahead and unit 2 is still being reduced while unit 1 works backwards."""
+    big = replace(_zero(3), parameter_bytes=4000, trainable_bytes=4000, backward_peak_bytes=4000)
+    work = replace(PLAIN, backward_peak_bytes=20000)
+    peak = walk([big, work, big], actions("1f1b", 1, 0, 1), optimizer="adamw")
+    assert peak.parts_bytes["communication"] == 8000
+    bound = upper_bound(work, optimizer="adamw", steady=False, before_bytes=4000, after_bytes=4000)
+    others = upper_bound(big, optimizer="adamw", steady=False, before_bytes=4000, after_bytes=4000)
+    total = bound.state_bytes + bound.saved_bytes + 2 * (others.state_bytes + others.saved_bytes)
+    assert peak.peak_bytes <= total + max(bound.transient_bytes, others.transient_bytes)
+    assert bound.transient_bytes > others.transient_bytes
+
+
 small = st.integers(0, 1000)
 
 

@@ -99,6 +99,17 @@ def test_the_walk_lies_between_both_tables(
         assert low.stage_bytes[stage] + kept_low <= peak <= high.stage_bytes[stage] + kept_high
 
 
+def test_the_lower_bound_counts_gradients_only_where_all_stages_repeat() -> None:
+    """Two micro-batches on two stages: the first stage has no gradients yet when it holds the most activations."""
+    upper, lower = (_tables(2, 2, memory=side) for side in ("upper", "lower"))
+    plain = next(s for s, strategy in enumerate(upper.strategies) if strategy.short == "dp2")
+    layers, chosen = (4, 1), (plain,) * 5
+    peak = _predict(_plan(upper, layers, chosen)).memory[0].peak_bytes
+    budget = CLUSTER.cluster.memory_bytes
+    low, high = (score(t, layers, chosen).stage_bytes[0] + budget - t.budget_bytes[0] for t in (lower, upper))
+    assert low <= peak <= high
+
+
 @settings(max_examples=30, deadline=None)
 @given(choices())
 def test_parts_add_up_to_the_step(drawn: tuple[CostTables, CostTables, tuple[int, ...], tuple[int, ...]]) -> None:
