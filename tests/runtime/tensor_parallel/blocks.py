@@ -67,7 +67,7 @@ def llama(kv_heads, heads=4, hidden=64, width=96, implementation="sdpa", batch=B
     x = torch.randn(batch, sequence, hidden)
     rotary = LlamaRotaryEmbedding(config)(x, torch.arange(sequence)[None])
     mask = torch.full((1, 1, sequence, sequence), float("-inf")).triu(1) if implementation == "eager" else None
-    return block, (x,), {"attention_mask": mask, "position_embeddings": rotary, "past_key_values": None}
+    return block, (x,), {"attention_mask": mask, "position_embeddings": rotary}
 
 
 def gpt2(batch=BATCH, sequence=SEQUENCE):

@@ -191,28 +191,40 @@ def dropout(ranks):
     return {"between_ranks": max(both), "recompute": again, "other_seed": float((other - results[0][0]).abs().max())}
 
 
-def cases(ranks):
+def plan_case(ranks, name, sizes, sequence_norms):
+    label = f"{name} {'x'.join(map(str, sizes))}{'s' if sequence_norms else ''}"
+    inside = ranks.rank < 3 or sizes != (3,)
+    return label, lambda: compare(ranks, name, sizes, sequence_norms) if inside else None
+
+
+def quick(ranks):
+    yield plan_case(ranks, "llama_kv2", (2, 2), False)
+    yield plan_case(ranks, "llama_kv2", (2, 2), True)
+    yield plan_case(ranks, "gpt2", (2,), False)
+    yield plan_case(ranks, "nano6", (3,), True)
+    yield "fsdp recompute", lambda: with_fsdp(ranks, True)
+    yield "fault copy", lambda: fault(ranks, "copy")
+    yield "fault contiguous", lambda: fault(ranks, "contiguous")
+
+
+def slow(ranks):
     for name in PLAIN:
         for sizes in ((2,), (2, 2)):
             for sequence_norms in (False, True):
-                label = f"{name} {'x'.join(map(str, sizes))}{'s' if sequence_norms else ''}"
-                yield label, lambda n=name, z=sizes, s=sequence_norms: compare(ranks, n, z, s)
-    yield "llama_eager 2s", lambda: compare(ranks, "llama_eager", (2,), True)
-    yield "encoder 2s", lambda: compare(ranks, "encoder", (2,), True)
-    for sequence_norms in (False, True):
-        label = f"nano6 3{'s' if sequence_norms else ''}"
-        yield label, lambda s=sequence_norms: compare(ranks, "nano6", (3,), s) if ranks.rank < 3 else None
-    for recompute in (False, True):
-        yield f"fsdp {'recompute' if recompute else 'plain'}", lambda r=recompute: with_fsdp(ranks, r)
-    for kind in ("copy", "copy-s", "share", "contiguous", "none"):
+                yield plan_case(ranks, name, sizes, sequence_norms)
+    yield plan_case(ranks, "llama_eager", (2,), True)
+    yield plan_case(ranks, "encoder", (2,), True)
+    yield plan_case(ranks, "nano6", (3,), False)
+    yield "fsdp plain", lambda: with_fsdp(ranks, False)
+    for kind in ("copy-s", "share", "none"):
         yield f"fault {kind}", lambda k=kind: fault(ranks, k)
     yield "dropout", lambda: dropout(ranks)
 
 
-def main(rank, path):
+def main(rank, path, suite):
     torch.set_num_threads(1)
     ranks, results = Ranks(rank, path), {}
-    for label, run in cases(ranks):
+    for label, run in {"quick": quick, "slow": slow}[suite](ranks):
         try:
             results[label] = run()
         except Exception:
@@ -226,4 +238,4 @@ def main(rank, path):
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])
+    main(int(sys.argv[1]), *sys.argv[2:])
