@@ -148,10 +148,3 @@ def fit(samples: Sequence[int], values: Sequence[float]) -> Line:
         return Line(fixed=0.0, per_sample=values[0] / first)
     slope = (values[-1] - values[0]) / (last - first)
     return Line(fixed=values[0] - slope * first, per_sample=slope)
-
-
-def worst_misfit(line: Line, samples: Sequence[int], values: Sequence[float]) -> float:
-    """The largest relative difference between a line and what it was fitted to."""
-    return max(
-        (abs(line.at(n) - value) / max(abs(value), 1.0) for n, value in zip(samples, values, strict=True)), default=0.0
-    )

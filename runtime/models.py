@@ -158,13 +158,15 @@ def vocab_size(model: nn.Module) -> int | None:
     if isinstance(size, int):
         return size
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    if not tables:
+        return None
     table = tables[0] if len(tables) == 1 else _looked_up(model, tables)
-    return None if table is None else table.num_embeddings
+    return int(table.num_embeddings)
 
 
-def _looked_up(model: nn.Module, tables: list[nn.Embedding]) -> nn.Embedding | None:
+def _looked_up(model: nn.Module, tables: list[nn.Embedding]) -> nn.Embedding:
     """The first table that gets the ids themselves; the first of all when the model does not run on its own."""
-    form = batch_form(model) if tables else BatchForm()
+    form = batch_form(model)
     found: list[nn.Embedding] = []
 
     def see(module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -174,7 +176,8 @@ def _looked_up(model: nn.Module, tables: list[nn.Embedding]) -> nn.Embedding | N
 
     handles = [table.register_forward_pre_hook(see) for table in tables]
     was_training = model.training
-    batch = {name: torch.zeros(1, 2, dtype=torch.long) for name in (form.ids, form.labels) if name is not None}
+    ids = torch.zeros(1, 2, dtype=torch.long, device=tables[0].weight.device)
+    batch = {name: ids for name in (form.ids, form.labels) if name is not None}
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             model.eval()(**batch)
@@ -184,7 +187,7 @@ def _looked_up(model: nn.Module, tables: list[nn.Embedding]) -> nn.Embedding | N
         model.train(was_training)
         for handle in handles:
             handle.remove()
-    return next(iter(found or tables), None)
+    return (found or tables)[0]
 
 
 def max_sequence(model: nn.Module) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,11 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.errors import InputError
-from autopar.measured import LayerCost, ModelFile
+from autopar.measured import LayerCost, Line, ModelFile
 from autopar.profiler.layers import LayerBench, LayerKey
 from autopar.profiler.models import profile_model
 from autopar.profiler.rank import layer_bytes
-from autopar.profiler.trace import LayerCall, fit, trace, worst_misfit
+from autopar.profiler.trace import LayerCall, fit, trace
 from autopar.runtime.losses import own_loss
 from autopar.runtime.models import build_model, example_batch
 from autopar.runtime.stage import StageBody, StageModule
@@ -179,6 +180,10 @@ def test_kinds_of_blocks_are_told_apart() -> None:
     assert wide is not None
     assert wide.parameter_bytes == 2 * narrow.parameter_bytes
     assert wide.saved_bytes.per_sample - narrow.saved_bytes.per_sample == SEQUENCE * 32 * 4
+
+
+def worst_misfit(line: Line, samples: Sequence[int], values: Sequence[float]) -> float:
+    return max(abs(line.at(n) - v) / max(abs(v), 1.0) for n, v in zip(samples, values, strict=True))
 
 
 def test_bytes_lie_on_lines() -> None:
