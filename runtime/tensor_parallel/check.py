@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from autopar.errors import RunError
 from autopar.runtime.tensor_parallel.execute import apply
 from autopar.runtime.tensor_parallel.layout import BlockPlan
+from autopar.runtime.tensor_parallel.skeleton import in_order, parameter_names
 
 NOISE = 0.05
 # Gradients that are zero in exact arithmetic (biases of key projections) are compared with this part of the largest.
@@ -35,7 +36,7 @@ def check_plan(
     norms hide errors. args, kwargs: whole inputs, the same on every rank. Raises RunError, on all ranks alike, with
     the first wrong tensor. Gradients and not only the output: without a gradient all-reduce the output is exact.
     """
-    whole = _noisy(block)
+    whole, kwargs = _noisy(block), in_order(parameter_names(block), kwargs)
     local = copy.deepcopy(whole)
     apply(local, plan, groups, coordinate)
     rank = plan.coordinates.index(tuple(coordinate))

@@ -17,7 +17,7 @@ from autopar.runtime.tensor_parallel.factors import Factor
 from autopar.runtime.tensor_parallel.graph import BlockGraph, sequence_leaf
 from autopar.runtime.tensor_parallel.layout import BlockPlan, DimLayout, ParameterLayout, dim_layout
 from autopar.runtime.tensor_parallel.rewrite import LocalGraph, Rewriter
-from autopar.runtime.tensor_parallel.skeleton import Skeleton
+from autopar.runtime.tensor_parallel.skeleton import Skeleton, in_order, parameter_names
 from autopar.runtime.tensor_parallel.states import Classes, Flow, IllegalClassesError, flow
 
 
@@ -113,7 +113,7 @@ def derive(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> D
     The block may be real, fake or on meta; it is not changed and no value is read. About 0.1 s for a transformer
     block. Raises InputError when the block cannot be exported.
     """
-    skeleton = Skeleton(block)
+    skeleton, kwargs = Skeleton(block), in_order(parameter_names(block), kwargs)
     return derivation_of(skeleton, skeleton.trace(args, kwargs, block.training))
 
 

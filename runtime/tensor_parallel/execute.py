@@ -17,19 +17,20 @@ from autopar.errors import RunError
 from autopar.runtime.tensor_parallel.collectives import Team
 from autopar.runtime.tensor_parallel.derive import derivation_of, make_teams, rewrite, solve
 from autopar.runtime.tensor_parallel.layout import BlockPlan
-from autopar.runtime.tensor_parallel.skeleton import Key, Skeleton, signature
+from autopar.runtime.tensor_parallel.native import make_native
+from autopar.runtime.tensor_parallel.skeleton import Key, Skeleton, in_order, parameter_names, signature
 
 
 @dataclass(frozen=True, eq=False)
 class Compiled:
-    """A local graph for one signature: its code, the names of the states it takes, which flat inputs, its result."""
+    """A local graph for one signature: its code, the names of the states it takes, and its result."""
 
     run: Any
     parameters: tuple[str, ...]
     buffers: tuple[str, ...]
     constants: tuple[Tensor, ...]
-    inputs: tuple[int, ...]
     spec: Any
+    is_tensor: bool
 
 
 @dataclass(eq=False)
@@ -68,6 +69,7 @@ class LocalGraphs:
                 fix="keep this block data parallel, or keep the shapes it was planned for",
             )
         local = rewrite(solved, self.teams, self.coordinate)
+        make_native(local.graph)
         root = nn.Module()
         for name, module in local.modules.items():
             root.add_module(name, module)
@@ -82,8 +84,8 @@ class LocalGraphs:
             tuple(graph.parameters.values()),
             tuple(graph.buffers.values()),
             tuple(c.to(device) for c in constants),
-            tuple(i for i, _ in enumerate(graph.inputs)),
             graph.exported.call_spec.out_spec,
+            graph.exported.call_spec.out_spec.is_leaf(),
         )
 
 
@@ -93,6 +95,7 @@ class Executor:
     def __init__(self, block: nn.Module, graphs: LocalGraphs) -> None:
         self.block, self.graphs = block, graphs
         self.__signature__ = inspect.signature(block.forward)
+        self._names = parameter_names(block)
         owners = dict(block.named_modules())
         self._owners: dict[str, tuple[dict[str, Any], str]] = {}
         for name, _ in block.named_parameters(remove_duplicate=False):
@@ -107,18 +110,20 @@ class Executor:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The block's output on this rank."""
+        kwargs = in_order(self._names, kwargs)
         shape, flat = signature(args, kwargs)
         values = {name: self.parameter(name) for name in self._owners}
         key = (self.block.training, shape, *[v.dtype for v in values.values()])
-        dtypes = {name: v.dtype for name, v in values.items()}
-        local = self.graphs.compiled.get(key) or self.graphs.get(key, args, kwargs, dtypes)
+        local = self.graphs.compiled.get(key)
+        if local is None:
+            local = self.graphs.get(key, args, kwargs, {name: v.dtype for name, v in values.items()})
         out = local.run(
             *[values[name] for name in local.parameters],
             *[self.block.get_buffer(name) for name in local.buffers],
             *local.constants,
-            *[flat[i] for i in local.inputs],
+            *flat,
         )
-        return pytree.tree_unflatten(list(out), local.spec)
+        return out[0] if local.is_tensor else pytree.tree_unflatten(list(out), local.spec)
 
 
 def apply(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -59,6 +60,17 @@ def _shape_of(value: Any, flat: list[Any]) -> Any:
         why="only tensors, constants, tuples, lists and dicts can be traced",
         fix="pass None instead (no key-value cache in training)",
     )
+
+
+def in_order(names: Sequence[str], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The keyword arguments in the order of a forward's parameters, so that its activation comes first."""
+    known = [name for name in names if name in kwargs]
+    return kwargs if len(kwargs) < 2 else {name: kwargs[name] for name in dict.fromkeys([*known, *kwargs])}
+
+
+def parameter_names(block: nn.Module) -> tuple[str, ...]:
+    """The names of the parameters of a block's forward."""
+    return tuple(inspect.signature(block.forward).parameters)
 
 
 T = TypeVar("T")

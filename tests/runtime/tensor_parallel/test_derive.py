@@ -134,6 +134,33 @@ def test_without_groups_the_local_shapes_are_those_of_a_rank(blocks):
         apply(block, plan, None, (0, 1))
 
 
+class Masked(nn.Module):
+    """Keyword inputs of which the activation is not the first given."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, hidden_states, mask=None, scale=1.0, unused=None):
+        return hidden_states + self.b(torch.relu(self.a(hidden_states))) * mask * scale, mask.sum()
+
+
+def test_the_order_of_keyword_inputs_does_not_matter():
+    torch.manual_seed(0)
+    block, x, mask = Masked(), torch.randn(2, 4, 16), torch.rand(2, 4, 1)
+    kwargs = {"unused": None, "scale": 2.0, "mask": mask, "hidden_states": x}
+    expected = block(**kwargs)
+    plan = derive(block, (), kwargs).plan((2,))
+    rebuilt = copy.deepcopy(block)
+    apply(block, plan, None, (0,))
+    out, total = block(mask=mask, scale=2.0, hidden_states=x, unused=None)
+    other = block(x, mask, unused=None, scale=2.0)
+    assert torch.equal(out, other[0])
+    assert torch.equal(total, expected[1])
+    local = rebuilt.b.weight[:, :16] @ torch.relu(x @ rebuilt.a.weight[:16].T + rebuilt.a.bias[:16])[..., None]
+    assert torch.allclose(out, x + (local[..., 0] + rebuilt.b.bias / 2) * mask * 2.0, atol=1e-5)
+
+
 def test_a_plan_that_changes_with_the_inputs_is_an_error(blocks):
     block, args, kwargs = blocks.make("nano")
     plan = derive(block, args, kwargs).plan((2,))
