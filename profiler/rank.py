@@ -18,7 +18,7 @@ from autopar.profiler.timing import choose_repeats, time_burst
 from autopar.profiler.trace import LayerTrace, fit, trace
 from autopar.runtime.models import build_model
 
-_ROUNDS = 5
+_ROUNDS = 3
 Report = Callable[[dict[str, Any]], None]
 
 
