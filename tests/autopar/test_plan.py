@@ -85,6 +85,8 @@ def test_counts_that_do_not_agree_are_a_callers_bug(change: dict[str, object]) -
         ('"schema": 1', '"schema": 2', "reads schema 1"),
         ('"global_batch": 16', '"global_batch": -16', "global_batch"),
         ('"global_batch": 16', '"global_batch": 16.5', "a whole number"),
+        ('"step_s": 0.125', '"step_s": 1e999', "a finite number"),
+        ('"step_s": 0.125', '"step_s": NaN', "NaN is not a number"),
     ],
 )
 def test_a_file_that_contradicts_itself_is_refused_by_field(tmp_path: Path, old: str, new: str, words: str) -> None:
