@@ -50,11 +50,11 @@ def parallelize(
     """
     _join_world(plan)
     batch = dict(example) if example is not None else _example(model, plan)
+    _equalise(model)
     found = probe(model, batch)
     max_tp = max(strategy.tp for strategy in plan.strategies)
     described = describe(model, found, source=plan.model.source, name=plan.model.name, max_tp=max_tp)
     plan.check(described.spec)
-    _equalise(model)
     loss = loss or own_loss(model, batch)
     groups = RankGroups(plan.mesh, plan.cluster.device)
     layers = place_layers(model, plan, found, described, groups)

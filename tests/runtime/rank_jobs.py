@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from dataclasses import asdict
 from typing import Any
@@ -13,14 +14,17 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from autopar.axes import Axis, Layout, RankMesh
+from autopar.errors import AutoparError
 from autopar.plan import Plan, PlanCluster, PlanModel
 from autopar.request import Request
+from autopar.runtime.gradients import whole
 from autopar.runtime.groups import RankGroups
-from autopar.runtime.losses import labels_of
+from autopar.runtime.losses import labels_of, loss_of
 from autopar.runtime.models import build_model, example_batch
-from autopar.runtime.parallel import ParallelModel
+from autopar.runtime.parallel import ParallelModel, parallelize
 from autopar.runtime.relayout import relayout
 from autopar.runtime.structure import fingerprint
+from autopar.runtime.train import train_rank
 from autopar.runtime.verify import compare
 from autopar.strategy import Strategy
 
@@ -144,3 +148,82 @@ def count_groups() -> dict[str, Any]:
 
 def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).abs().max()) if a.shape == b.shape else float("inf")
+
+
+def train(source: str, strategies: list[str], steps: int, **shape: Any) -> dict[str, Any]:
+    """A short training run under a plan, one of its steps tracked; with the plan as text."""
+    text = make_plan(source, strategies, world=dist.get_world_size(), **shape).dumps()
+    return {"plan": text, **train_rank({"plan": text, "text": None, "steps": steps}, lambda event: None)}
+
+
+def own_loop(source: str, strategies: list[str], accumulate: int = 2, **shape: Any) -> dict[str, float]:
+    """A user's own loop (model(**batch).loss.backward(), with accumulation) against one process: largest errors."""
+    plan = make_plan(source, strategies, world=dist.get_world_size(), **shape)
+    reference, wrapped = build_model(source).eval(), parallelize(build_model(source).eval(), plan)
+    named = dict(reference.named_parameters())
+    worst = {"loss": 0.0, "gradient": 0.0}
+    for part in range(accumulate):
+        batch = example_batch(reference, samples=plan.request.global_batch, sequence=8, seed=part)
+        batch[labels_of(batch)][: plan.request.global_batch // 2, 3:] = -100
+        expected, found = loss_of(reference(**batch)), loss_of(wrapped(**wrapped.shard_batch(batch)))
+        assert expected is not None
+        assert found is not None
+        (expected / accumulate).backward()
+        (found / accumulate).backward()
+        worst["loss"] = max(worst["loss"], abs(float(found) / float(expected) - 1))
+    for entry in wrapped.held:
+        grad = named[entry.name].grad
+        assert grad is not None
+        assert entry.parameter.grad is not None
+        error = float((whole(entry, entry.parameter.grad) - grad).norm()) / max(1e-6, float(grad.norm()))
+        worst["gradient"] = max(worst["gradient"], error)
+    return worst
+
+
+def refused(case: str) -> str:
+    """The words with which parallelize or a step refuses a case, the same on every rank."""
+    source = (
+        "LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=64)"
+    )
+    world = dist.get_world_size()
+    plan = make_plan(source, ["dp2", "dp2", "dp2", "dp2"], world=world)
+    model = build_model(source)
+    try:
+        if case == "another model":
+            parallelize(build_model(source.replace("vocab_size=64", "vocab_size=80")), plan)
+        elif case == "another world":
+            parallelize(model, make_plan(source, ["dp4"] * 4, world=4))
+        elif case == "uneven heads":
+            parallelize(model, make_plan(source, ["dp3", "tp3", "tp3", "dp3"], world=3, global_batch=9))
+        elif case == "unused parameter":
+            model.model.layers[0].mlp.spare = torch.nn.Linear(4, 4)
+            plan = dataclasses.replace(plan, model=dataclasses.replace(plan.model, fingerprint=fingerprint(model)))
+            wrapped = parallelize(model, plan)
+            wrapped.train_step(wrapped.shard_batch(example_batch(wrapped.model, samples=8, sequence=8)))
+        elif case == "a batch of another size":
+            wrapped = parallelize(model, plan)
+            wrapped.train_step(example_batch(wrapped.model, samples=3, sequence=8))
+        elif case == "padding under tensor parallelism":
+            wrapped = parallelize(model, make_plan(source, ["dp2", "tp2", "tp2", "dp2"], world=world))
+            batch = example_batch(wrapped.model, samples=8, sequence=8)
+            wrapped.shard_batch({**batch, "attention_mask": (torch.arange(8) < 5).long().repeat(8, 1)})
+        elif case == "forward of a pipeline":
+            stages = make_plan(source, ["dp1"] * 4, world=world, pp=2, layers_per_stage=[2, 2], micro_batches=2)
+            parallelize(model, stages)(**example_batch(model, samples=8, sequence=8))
+    except AutoparError as error:
+        return f"{type(error).__name__}: {error}"
+    return "not refused"
+
+
+def unequal_start() -> dict[str, Any]:
+    """Differently seeded ranks begin with rank 0's weights: the loss of the first step is that of rank 0's model."""
+    source = (
+        "LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=64)"
+    )
+    plan = make_plan(source, ["dp2-z3", "tp2", "dp2", "dp2"], world=2)
+    wrapped = parallelize(build_model(source, seed=dist.get_rank()).eval(), plan)
+    first = build_model(source, seed=0).eval()
+    batch = example_batch(first, samples=8, sequence=8)
+    expected = loss_of(first(**batch))
+    assert expected is not None
+    return {"loss": float(wrapped.train_step(wrapped.shard_batch(batch))), "expected": float(expected)}

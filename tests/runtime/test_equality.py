@@ -69,7 +69,7 @@ PLANS: dict[str, tuple[str, list[str], int, dict[str, Any]]] = {
         .replace("hidden_size=32", "hidden_size=48"),
         ["dp6-z3", "dp3-z3-tp2", "dp2-tp3", "tp6s", "dp6-z2-r", "dp6"],
         6,
-        {"global_batch": 12},
+        {"global_batch": 12, "sequence": 12},
     ),
 }  # fmt: skip
 
