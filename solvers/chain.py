@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike
 
 from autopar.price import INFEASIBLE, Int
 from autopar.solvers.labels import MOST_LABELS, solve_segment
-from autopar.solvers.segment import LARGEST_TOTAL_NS, Kind, Segment, groups_of, kind_of
+from autopar.solvers.segment import LARGEST_TOTAL_NS, Engine, Kind, Segment, groups_of, is_compiled, kind_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,12 +66,14 @@ def solve_chain(
     layout: ArrayLike | None = None,
     *,
     most_labels: int = MOST_LABELS,
+    engine: Engine = "numpy",
 ) -> ChainChoice:
     """The choice of least time whose memory fits: sum of time and of transitions, sum of memory <= budget_bytes.
 
     time_ns, memory_bytes: int64[L, S], INFEASIBLE where a layer cannot take a strategy; transition_ns: int64[S, S] or
     [L, S, S], entry [l, a, b] is paid before layer l for going from a to b (row 0 is not used, INFEASIBLE forbids a
-    pair); layout[S]: layout class of each strategy (found from transition_ns when None).
+    pair); layout[S]: layout class of each strategy (found from transition_ns when None); engine: "numba" compiles
+    the inner loops where it is installed, with the same result.
 
     Exact for any transitions. When more than `most_labels` candidates of one layer stay, times are rounded and the
     status is "gap" with a certified bound. Nothing fits: status "infeasible", nothing is raised.
@@ -98,7 +100,7 @@ def solve_chain(
         known: dict[bytes, int] = {}
         step_order = np.array([known.setdefault(step.tobytes(), len(known)) for step in classes], dtype=np.int64)
         classes = classes[np.unique(step_order, return_index=True)[1]]
-    segment = _segment(times, sizes, group, classes, step_order, budget_bytes)
+    segment = _segment(times, sizes, group, classes, step_order, budget_bytes, is_compiled(engine))
     solved = None if segment is None else solve_segment(segment, most_labels=most_labels)
     if segment is None or solved is None or solved.path is None:
         return ChainChoice(
@@ -124,7 +126,9 @@ def solve_chain(
     )
 
 
-def _segment(times: Int, sizes: Int, group: Int, steps: Int, step_order: Int, budget: int) -> Segment | None:
+def _segment(
+    times: Int, sizes: Int, group: Int, steps: Int, step_order: Int, budget: int, compiled: bool
+) -> Segment | None:
     """The solver's form of the chain; None when a layer has no strategy at all."""
     known: dict[bytes, int] = {}
     kinds: list[Kind] = []
@@ -145,6 +149,7 @@ def _segment(times: Int, sizes: Int, group: Int, steps: Int, step_order: Int, bu
         steps=steps,
         step_order=step_order,
         budget_bytes=budget,
+        compiled=compiled,
     )
 
 

@@ -161,6 +161,19 @@ class _Walk:
             weight, steps = self.memory, self.free
         else:
             weight, steps = self.time + rate[:, None, None, None] * self.grid.memory_bytes[None], self.steps
+        if self.segment.compiled:
+            from autopar.solvers.compiled import shortest
+
+            value, time, memory, group, place = shortest(
+                weight,
+                self.grid.time_ns,
+                self.grid.memory_bytes,
+                steps,
+                self.steps,
+                self.order,
+                self.segment.step_order,
+            )
+            return _Found(value=value, time=time, memory=memory, group=group, place=place)
         place = weight.argmin(axis=3)
         least = weight.min(axis=3)
         order, step_order = self.order, self.segment.step_order

@@ -105,13 +105,18 @@ class _Search:
             np.minimum.at(least[index], g, m)
             for row, value in enumerate(prices):
                 np.minimum.at(weight[row, index], g, t + value * m)
-        self.ahead, self.memory_ahead = self._backward(weight, least)
+        if segment.compiled:
+            from autopar.solvers.compiled import behind
+
+            self.ahead, self.memory_ahead = behind(weight, least, segment.steps, segment.order, segment.step_order)
+        else:
+            self.ahead, self.memory_ahead = self._backward(weight, least)
         magnitude = float(np.max(self.ahead, where=np.isfinite(self.ahead), initial=0.0))
         self.slack = np.where(prices > 0, slack_ns(magnitude, float(prices[-1]) * max(1, self.spare)), 0.0)
         self._regret: dict[tuple[int, int], Int] = {}
 
-    def _backward(self, weight: Float, least: Int) -> tuple[list[Float], list[Int]]:
-        """Time + price * memory, and memory, that the layers after each one need at least, by group."""
+    def _backward(self, weight: Float, least: Int) -> tuple[Float, Int]:
+        """[L, R, C] time + price * memory and [L, C] memory that the layers after each need at least, by group."""
         segment = self.segment
         steps = np.where(segment.steps >= FORBIDDEN, np.inf, segment.steps)
         closed = np.where(segment.steps >= FORBIDDEN, FORBIDDEN, 0)
@@ -122,7 +127,7 @@ class _Search:
             ahead.append((steps[step][None] + cost[:, None, :]).min(axis=2))
             need = np.minimum(least[kind] + memory[-1], FORBIDDEN)
             memory.append(np.minimum((closed[step] + need[None, :]).min(axis=1), FORBIDDEN))
-        return ahead[::-1], memory[::-1]
+        return np.stack(ahead[::-1]), np.stack(memory[::-1])
 
     def regret(self, layer: int) -> Int:
         """[C, C]: the most that starting in the first group can cost more than in the second, from this layer on."""
@@ -154,6 +159,8 @@ class _Search:
         """Time and path of the best choice below `below`, None when there is none. Raises LabelOverflowError."""
         segment, prices = self.segment, self.prices
         limits = below - 0.5 + self.slack + prices * self.spare
+        if segment.compiled:
+            return self._run_compiled(below, limits, most)
         history: list[tuple[Int, Int]] = []
         memory = time = group = np.zeros(1, dtype=np.int64)
         for layer, kind in enumerate(segment.order):
@@ -186,6 +193,34 @@ class _Search:
             path[layer] = self.options[segment.order[layer]][3][chosen[last]]
             last = int(parents[last])
         return (least, path) if least < below else None
+
+    def _run_compiled(self, below: int, limits: Float, most: int) -> tuple[int, Int] | None:
+        from autopar.solvers.compiled import NONE, OVERFLOW, set_labels
+
+        segment = self.segment
+        t, m, g, allowed = (np.concatenate(parts) for parts in zip(*self.options, strict=True))
+        start = np.cumsum([0, *(len(option[0]) for option in self.options)])
+        result, least, labels, chosen = set_labels(
+            segment.order,
+            segment.step_order,
+            segment.steps,
+            start,
+            t,
+            m,
+            g,
+            self.ahead,
+            self.memory_ahead,
+            self.prices,
+            limits,
+            self.spare,
+            most,
+        )
+        self.labels += labels
+        if result == OVERFLOW:
+            raise LabelOverflowError
+        if result == NONE or least >= below:
+            return None
+        return least, allowed[chosen]
 
     def _undominated(self, memory: Int, time: Int, group: Int, regret: Int) -> Int:
         """The labels (sorted by memory, then time) that no earlier one replaces whatever follows."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from autopar.errors import RunError
 from autopar.price import INFEASIBLE, Choice, CostTables, Score, score
-from autopar.solvers.segment import FORBIDDEN
+from autopar.solvers.segment import FORBIDDEN, Engine
 from autopar.solvers.table import TableSearch, check, quick_bound, search_table
 
 
@@ -39,7 +39,7 @@ class TableChoice:
         return self.score.objective_ns
 
 
-def solve_table(tables: CostTables, *, upper_bound_ns: int | None = None) -> Choice:
+def solve_table(tables: CostTables, *, upper_bound_ns: int | None = None, engine: Engine = "numpy") -> Choice:
     """The choice of least objective that fits in one table; only objectives <= upper_bound_ns count.
 
     Exact with respect to `autopar.price.score`. Status "infeasible" when nothing counts: lower_bound_ns is then
@@ -47,7 +47,7 @@ def solve_table(tables: CostTables, *, upper_bound_ns: int | None = None) -> Cho
     Raises ValueError when totals may leave the exact range (2^50 ns or bytes).
     """
     below = FORBIDDEN if upper_bound_ns is None else min(FORBIDDEN, upper_bound_ns + 1)
-    return search_table(tables, below_ns=below).choice()
+    return search_table(tables, below_ns=below, engine=engine).choice()
 
 
 def solve_pipeline(
@@ -56,12 +56,14 @@ def solve_pipeline(
     shortlist: int = 8,
     deadline: float | None = None,
     stop: Callable[[], bool] | None = None,
+    engine: Engine = "numpy",
 ) -> tuple[TableChoice, ...]:
     """The best choices of the `shortlist` best tables, by objective, then place; empty when nothing fits anywhere.
 
     Tables are searched in the order of a cheap lower bound; those that cannot enter the shortlist are not. deadline: a
     moment of `time.monotonic()` after which the best so far is returned, with its gap; stop: asked between two
-    segments, for the same. Then the choices may be "gap", and tables that were not reached are missing.
+    segments, for the same. Then the choices may be "gap", and tables that were not reached are missing. engine:
+    "numba" compiles the inner loops where it is installed, with the same result.
     Raises RunError when stopped before anything was found, ValueError for shortlist < 1.
     """
     if shortlist < 1:
@@ -88,7 +90,7 @@ def solve_pipeline(
         _, place = heapq.heappop(queue)
         # A table that ties with the worst of the shortlist enters it when its place is lower.
         below = worst[0] + (place < worst[1])
-        search = search_table(tables[place], below_ns=below, halted=halted)
+        search = search_table(tables[place], below_ns=below, halted=halted, engine=engine)
         lower = min(lower, search.lower_ns)
         stopped = not search.done
         if search.cuts is not None:

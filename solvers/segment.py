@@ -7,7 +7,9 @@ numbers; the constant parts are added again at the end, in integers.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
+from importlib.util import find_spec
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +22,20 @@ LARGEST_TOTAL_NS = 1 << 50
 """Totals stay below this, so that float64 bounds are wrong by less than a quarter of a nanosecond."""
 
 Float = NDArray[np.float64]
+
+Engine = Literal["numpy", "numba"]
+"""What runs the inner loops; the results are the same bit for bit."""
+
+
+@cache
+def is_compiled(engine: Engine) -> bool:
+    """Whether the compiled loops run: when "numba" was asked for and it is installed; without it numpy runs.
+
+    ValueError for other names. Nothing is imported here: numba takes half a second.
+    """
+    if engine not in ("numpy", "numba"):
+        raise ValueError(f'engine must be "numpy" or "numba", is {engine!r}')
+    return engine == "numba" and find_spec("numba") is not None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -44,7 +60,7 @@ class Segment:
     """A chain of layers: layer l is of kind `order[l]`, the transition before it is `steps[step_order[l]]`.
 
     steps[Q, C, C]: nanoseconds from group to group, FORBIDDEN where impossible (`step_order[0]` is not used).
-    Fits when sum of memory + max of transient <= budget_bytes.
+    Fits when sum of memory + max of transient <= budget_bytes. compiled: which form of the inner loops runs.
     """
 
     kinds: tuple[Kind, ...]
@@ -52,6 +68,7 @@ class Segment:
     steps: Int
     step_order: Int
     budget_bytes: int
+    compiled: bool = False
 
     @property
     def base_time_ns(self) -> int:

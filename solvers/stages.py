@@ -48,6 +48,7 @@ class StageCosts:
     group: Int
     steps: Int
     layer_id: tuple[int, ...]
+    compiled: bool
     rows: dict[int, tuple[int, int | None]]
     kinds: dict[tuple[int, int, bool, bool], Kind | None] = field(default_factory=dict)
     known: dict[IntervalName, Interval] = field(default_factory=dict)
@@ -56,7 +57,7 @@ class StageCosts:
     inner: dict[StageKey, Int] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, tables: CostTables) -> StageCosts:
+    def of(cls, tables: CostTables, compiled: bool = False) -> StageCosts:
         """The costs of a table, nothing solved yet."""
         group, steps = groups_of(tables.transition_ns[None])
         arrays = (tables.time_ns, tables.state_bytes, tables.saved_bytes, tables.transient_bytes)
@@ -67,7 +68,7 @@ class StageCosts:
             key = b"".join(array[layer].tobytes() for array in arrays)
             ids.append(known.setdefault(key, len(known)))
             rows.setdefault(ids[-1], (layer, None))
-        return cls(tables=tables, group=group, steps=steps, layer_id=tuple(ids), rows=rows)
+        return cls(tables=tables, group=group, steps=steps, layer_id=tuple(ids), compiled=compiled, rows=rows)
 
     def held(self, strategy: int) -> StageCosts:
         """The same with embed and head held at one strategy; memory of solved intervals is shared."""
@@ -81,6 +82,7 @@ class StageCosts:
             group=self.group,
             steps=self.steps,
             layer_id=tuple(ids),
+            compiled=self.compiled,
             rows=self.rows,
             kinds=self.kinds,
             known=self.known,
@@ -184,6 +186,7 @@ class StageCosts:
             steps=self.steps,
             step_order=np.zeros(len(ids), dtype=np.int64),
             budget_bytes=budget,
+            compiled=self.compiled,
         )
 
     @staticmethod

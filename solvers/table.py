@@ -15,7 +15,7 @@ import numpy as np
 from autopar.price import INFEASIBLE, Choice, CostTables
 from autopar.solvers.canonical import canonical
 from autopar.solvers.partition import best_cuts, least_max, least_sums
-from autopar.solvers.segment import FORBIDDEN, LARGEST_TOTAL_NS
+from autopar.solvers.segment import FORBIDDEN, LARGEST_TOTAL_NS, Engine, is_compiled
 from autopar.solvers.stages import StageCosts
 
 
@@ -93,7 +93,11 @@ def check(tables: CostTables) -> None:
 
 
 def search_table(
-    tables: CostTables, *, below_ns: int = FORBIDDEN, halted: Callable[[], bool] = lambda: False
+    tables: CostTables,
+    *,
+    below_ns: int = FORBIDDEN,
+    halted: Callable[[], bool] = lambda: False,
+    engine: Engine = "numpy",
 ) -> TableSearch:
     """The best choice of a table with objective < below_ns; stops between two segments when `halted` says so."""
     check(tables)
@@ -102,7 +106,7 @@ def search_table(
     if quick == INFEASIBLE:
         search.lower_ns, search.done = INFEASIBLE, True
         return search
-    costs = StageCosts.of(tables)
+    costs = StageCosts.of(tables, is_compiled(engine))
     if tables.tied and len(tables.time_ns) > 1:
         _search_tied(search, costs, halted)
     else:
