@@ -219,6 +219,11 @@ class ParallelModel(nn.Module):
             )
         self._pipeline.step(batch)
 
+    @property
+    def receive_buffers(self) -> list[Tensor]:
+        """The tensors that a pipeline keeps to receive into; they exist from the first step on."""
+        return [] if self._pipeline is None else self._pipeline.receive_buffers
+
     def _boundary_shape(self, batch: Mapping[str, Tensor]) -> tuple[int, ...]:
         samples = self.local_batch // self.plan.num_micro_batches
         tokens, *rest = self._hidden_shape

@@ -45,7 +45,7 @@ class Pipeline:
         # Given shapes spare the schedule a trial forward and backward.
         received = torch.empty(1, device="meta") if self._first else hidden.requires_grad_()
         sent = torch.empty((), device="meta") if self._last else hidden
-        wrapped = PipelineStage(
+        self._stage = PipelineStage(
             module,
             stage,
             num_stages,
@@ -55,8 +55,14 @@ class Pipeline:
             group=group,
         )
         self._schedule = SCHEDULE_CLASSES[schedule](
-            wrapped, num_micro_batches, loss_fn=lambda loss, _: loss, scale_grads=False
+            self._stage, num_micro_batches, loss_fn=lambda loss, _: loss, scale_grads=False
         )
+
+    @property
+    def receive_buffers(self) -> list[Tensor]:
+        """What the schedule receives activations and gradients into: one each for every micro-batch, kept for good."""
+        infos = [*self._stage.args_recv_info.values(), *self._stage.grad_recv_info.values()]
+        return [info.buffer for row in infos for info in row if info.buffer is not None]
 
     def step(self, batch: Mapping[str, Tensor]) -> None:
         """Forward and backward of all micro-batches of this rank's batch (its first dimension, in order)."""

@@ -112,7 +112,7 @@ def train_rank(payload: dict[str, Any], report: Callable[[Mapping[str, Any]], No
         dist.barrier()
         if step == TRACKED_STEP:
             optimizer.zero_grad()
-            with LiveBytes().adopt(parallel, optimizer, batch) as live:
+            with LiveBytes().adopt(parallel, parallel.receive_buffers, optimizer, batch) as live:
                 losses.append(one_step())
             peak_bytes = live.peak_bytes
         else:

@@ -20,15 +20,15 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from autopar.measured import ClusterFile, ModelFile  # noqa: E402
-from autopar.plan import Plan, PlanCluster, PlanModel  # noqa: E402
-from autopar.predict import predict  # noqa: E402
-from autopar.profiler.cluster import profile_cluster  # noqa: E402
-from autopar.profiler.models import profile_model  # noqa: E402
-from autopar.request import Request  # noqa: E402
-from autopar.runtime.train import run_plan  # noqa: E402
-from autopar.strategy import Strategy  # noqa: E402
-from autopar.units import format_bytes, format_seconds  # noqa: E402
+from autopar.measured import ClusterFile, ModelFile
+from autopar.plan import Plan, PlanCluster, PlanModel
+from autopar.predict import predict
+from autopar.profiler.cluster import profile_cluster
+from autopar.profiler.models import profile_model
+from autopar.request import Request
+from autopar.runtime.train import run_plan
+from autopar.strategy import Strategy
+from autopar.units import format_bytes, format_seconds
 
 MODEL = (
     "LlamaConfig(hidden_size=256, intermediate_size=688, num_hidden_layers=4, num_attention_heads=8, "
