@@ -2,7 +2,9 @@
 
 from autopar.solvers.certificate import certify
 from autopar.solvers.chain import ChainChoice, score_chain, solve_chain
+from autopar.solvers.conflict import irreducible
 from autopar.solvers.lean import excess_bytes, leanest, leanest_of
+from autopar.solvers.limited import solve_limited
 from autopar.solvers.pipeline import TableChoice, solve_pipeline, solve_table
 
 __all__ = [
@@ -10,10 +12,12 @@ __all__ = [
     "TableChoice",
     "certify",
     "excess_bytes",
+    "irreducible",
     "leanest",
     "leanest_of",
     "score_chain",
     "solve_chain",
+    "solve_limited",
     "solve_pipeline",
     "solve_table",
 ]

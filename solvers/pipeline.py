@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from autopar.errors import RunError
 from autopar.price import INFEASIBLE, Choice, CostTables, Score, score
+from autopar.solvers.limited import search_limited
 from autopar.solvers.segment import FORBIDDEN, Engine
 from autopar.solvers.table import TableSearch, check, quick_bound, search_table
 
@@ -56,14 +57,16 @@ def solve_pipeline(
     shortlist: int = 8,
     deadline: float | None = None,
     stop: Callable[[], bool] | None = None,
+    max_strategies: int | None = None,
     engine: Engine = "numpy",
 ) -> tuple[TableChoice, ...]:
     """The best choices of the `shortlist` best tables, by objective, then place; empty when nothing fits anywhere.
 
     Tables are searched in the order of a cheap lower bound; those that cannot enter the shortlist are not. deadline: a
     moment of `time.monotonic()` after which the best so far is returned, with its gap; stop: asked between two
-    segments, for the same. Then the choices may be "gap", and tables that were not reached are missing. engine:
-    "numba" compiles the inner loops where it is installed, with the same result.
+    segments, for the same. Then the choices may be "gap", and tables that were not reached are missing.
+    max_strategies: at most so many distinct ones over the layers between the first and the last; engine: "numba"
+    compiles the inner loops where it is installed, with the same result.
     Raises RunError when stopped before anything was found, ValueError for shortlist < 1.
     """
     if shortlist < 1:
@@ -90,7 +93,10 @@ def solve_pipeline(
         _, place = heapq.heappop(queue)
         # A table that ties with the worst of the shortlist enters it when its place is lower.
         below = worst[0] + (place < worst[1])
-        search = search_table(tables[place], below_ns=below, halted=halted, engine=engine)
+        if max_strategies is None:
+            search = search_table(tables[place], below_ns=below, halted=halted, engine=engine)
+        else:
+            search = search_limited(tables[place], max_strategies, below_ns=below, halted=halted, engine=engine)
         lower = min(lower, search.lower_ns)
         stopped = not search.done
         if search.cuts is not None:
