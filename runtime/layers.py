@@ -16,6 +16,7 @@ from autopar.axes import Layout
 from autopar.plan import Plan
 from autopar.runtime.gradients import HeldParameter, TensorParallelCut
 from autopar.runtime.groups import RankGroups
+from autopar.runtime.randomness import BlockStream, agreed_seed
 from autopar.runtime.relayout import GroupOf, relayout
 from autopar.runtime.spec import DescribedModel
 from autopar.runtime.stage import StageBody, replace_argument
@@ -45,8 +46,9 @@ def place_layers(
     block_plans = _cut_blocks(body, plan, found, described, groups)
     for number, block in body.blocks().items():
         if plan.strategies[number + 1].recompute == "full":
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     _attach_relayouts(body, plan, groups)
+    _attach_streams(body, plan, groups)
     _shard(body, plan, groups)
     body.attach_ends()
     return LocalLayers(body=body, held=tuple(_held(body, plan, groups, block_plans, tied)))
@@ -154,6 +156,14 @@ def _exit(structure: Structure, source: Layout, target: Layout, group_of: GroupO
         return relayout(output, source, target, group_of)
 
     return hook
+
+
+def _attach_streams(body: StageBody, plan: Plan, groups: RankGroups) -> None:
+    seed = agreed_seed()
+    for number, block in body.blocks().items():
+        axes = plan.mesh.place(plan.strategies[number + 1]).dp
+        place = plan.mesh.group(groups.rank, axes).index(groups.rank)
+        BlockStream(block, seed=seed, number=number, place=place)
 
 
 def _modules_of(body: StageBody, layer: int) -> list[nn.Module]:

@@ -288,7 +288,7 @@ def _tokens(batch: Mapping[str, Tensor]) -> int | None:
     """The sequence length of a batch: the second dimension of its first integer matrix."""
     for value in batch.values():
         if value.dim() == 2 and not value.is_floating_point():
-            return value.shape[1]
+            return int(value.shape[1])
     return None
 
 

@@ -26,7 +26,7 @@ def gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
         return x
     x = x.contiguous()
     whole = x.new_empty((size * x.shape[0], *x.shape[1:]))
-    dist.all_gather_into_tensor(whole, x, group=group)
+    dist.all_gather_single(whole, x, group=group)
     if dim == 0:
         return whole
     return torch.cat(whole.chunk(size, 0), dim)

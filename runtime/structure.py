@@ -153,7 +153,7 @@ def _hooked(handles: list[Any]) -> Iterator[None]:
 
 
 def _find_hidden(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | str:
-    for key, value in [*enumerate(args), *kwargs.items()]:
+    for key, value in _named(args, kwargs):
         if isinstance(value, Tensor) and value.is_floating_point():
             return key
     raise InputError(
@@ -165,6 +165,11 @@ def _find_hidden(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | str:
 
 def _detached(value: Any) -> Any:
     return torch.utils._pytree.tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, value)
+
+
+def _named(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[int | str, Any]]:
+    """All arguments with their position or keyword."""
+    return [*enumerate(args), *kwargs.items()]
 
 
 def argument(args: tuple[Any, ...], kwargs: Mapping[str, Any], key: int | str) -> Any:
@@ -286,8 +291,7 @@ class _Seen:
             self.order.append(number)
             usage.phase = "blocks"
             if number == 0:
-                pairs = [*enumerate(args), *kwargs.items()]
-                self.shapes = {key: tuple(v.shape) for key, v in pairs if isinstance(v, Tensor)}
+                self.shapes = {k: tuple(v.shape) for k, v in _named(args, kwargs) if isinstance(v, Tensor)}
             if number in self.first_of_kind:
                 self.inputs[self.first_of_kind[number]] = BlockInputs(args=_detached(args), kwargs=_detached(kwargs))
 

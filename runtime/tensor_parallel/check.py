@@ -73,8 +73,8 @@ def check_plan(
 
 
 def _noisy(block: nn.Module) -> nn.Module:
-    """A copy of a block with noise on every parameter, the same on every rank."""
-    noisy = copy.deepcopy(block)
+    """A copy of a block without dropout, with noise on every parameter, the same on every rank."""
+    noisy = copy.deepcopy(block).eval()
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for p in noisy.parameters():

@@ -227,3 +227,28 @@ def unequal_start() -> dict[str, Any]:
     expected = loss_of(first(**batch))
     assert expected is not None
     return {"loss": float(wrapped.train_step(wrapped.shard_batch(batch))), "expected": float(expected)}
+
+
+def dropout(strategy: str) -> dict[str, Any]:
+    """One training step with dropout: the loss, all gradients as one vector, and whether the tensor group agrees."""
+    source = "GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=64, n_positions=64)"
+    plan = make_plan(source, ["dp4", strategy, strategy, "dp4"], world=4)
+    torch.manual_seed(5)
+    wrapped = parallelize(build_model(source).train(), plan)
+    # All samples are equal, so that only the random streams tell the data-parallel ranks apart.
+    batch = {
+        name: value[:1].repeat(8, 1) for name, value in example_batch(wrapped.model, samples=8, sequence=8).items()
+    }
+    seen: list[torch.Tensor] = []
+    block = wrapped.stage.body.blocks()[0]
+    block.register_forward_hook(lambda module, args, output: seen.append(first_tensor(output).detach().clone()))
+    torch.manual_seed(dist.get_rank())
+    loss = wrapped.train_step(wrapped.shard_batch(batch))
+    everyone: list[Any] = [None] * 4
+    dist.all_gather_object(everyone, seen[0])
+    grads = [whole(e, e.parameter.grad).flatten() for e in wrapped.held if e.parameter.grad is not None]
+    return {"loss": float(loss), "gradient": torch.cat(grads).tolist(), "hidden": [h.tolist() for h in everyone]}
+
+
+def first_tensor(output: Any) -> torch.Tensor:
+    return output[0] if isinstance(output, tuple) else output

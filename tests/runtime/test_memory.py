@@ -60,7 +60,4 @@ def test_predicted_peak_is_within_five_percent_of_the_tracked_one(
     for rank, result in enumerate(results):
         predicted = stage_memory(plan, rank // width, measured.model, measured.layers)
         error = predicted.peak_bytes / result["peak_memory_bytes"] - 1
-        print(
-            f"{name}, rank {rank}: predicted {predicted.peak_bytes}, tracked {result['peak_memory_bytes']}, {error:+.2%}"
-        )
         assert abs(error) <= 0.05, f"rank {rank}: {predicted} against {result['peak_memory_bytes']} ({error:+.1%})"

@@ -1,0 +1,33 @@
+"""Dropout: equal masks where ranks hold the same samples, others where they do not, the same ones in recompute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+Ranks = Callable[..., list[Any]]
+
+
+@pytest.mark.parametrize("strategy", ["dp2-tp2", "dp2-z3-tp2", "dp2-tp2s"])
+def test_residual_masks_follow_the_samples(strategy: str, ranks: Ranks) -> None:
+    plain = ranks("dropout", 4, strategy=strategy)
+    hidden = plain[0]["hidden"]
+    if strategy.endswith("s"):
+        assert hidden[0] != hidden[1]  # each holds other positions of the same samples
+    else:
+        assert hidden[0] == hidden[1]
+        assert hidden[2] == hidden[3]
+    assert hidden[0] != hidden[2]
+    again = ranks("dropout", 4, strategy=strategy)
+    assert again[0]["loss"] == plain[0]["loss"]
+    assert again[0]["gradient"] == plain[0]["gradient"]
+
+
+@pytest.mark.parametrize("strategy", ["dp4", "dp2-tp2", "dp2-tp2s"])
+def test_recompute_draws_the_same_masks(strategy: str, ranks: Ranks) -> None:
+    plain = ranks("dropout", 4, strategy=strategy)[0]
+    recomputed = ranks("dropout", 4, strategy=f"{strategy}-r")[0]
+    assert recomputed["loss"] == plain["loss"]
+    assert recomputed["gradient"] == pytest.approx(plain["gradient"], rel=1e-4, abs=1e-7)
