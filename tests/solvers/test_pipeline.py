@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -17,13 +18,20 @@ from autopar.price import INFEASIBLE, CostTables, score
 from autopar.solvers import excess_bytes, leanest, leanest_of, solve_pipeline, solve_table
 from autopar.solvers.brute import brute_leanest, brute_table
 from autopar.solvers.canonical import segments
+from autopar.solvers.segment import Engine
 from tests.solvers.random_tables import random_table
 
 
-def check_equals_brute_force(seed: int, **size: int) -> str:
-    tables = random_table(seed, **size)
-    expected = brute_table(tables)
-    found = solve_table(tables)
+@cache
+def expected_of(seed: int, layers: int, columns: int) -> int | None:
+    best = brute_table(random_table(seed, layers=layers, columns=columns))
+    return None if best is None else best[0]
+
+
+def check_equals_brute_force(seed: int, engine: Engine, *, layers: int = 5, columns: int = 3) -> str:
+    tables = random_table(seed, layers=layers, columns=columns)
+    expected = expected_of(seed, layers, columns)
+    found = solve_table(tables, engine=engine)
     if expected is None:
         assert (found.status, found.strategies, found.lower_bound_ns) == ("infeasible", None, INFEASIBLE), seed
         return found.status
@@ -31,21 +39,21 @@ def check_equals_brute_force(seed: int, **size: int) -> str:
     assert found.strategies is not None
     result = score(tables, found.layers_per_stage, found.strategies)
     assert result.fits, seed
-    assert result.objective_ns == expected[0] == found.lower_bound_ns, seed
+    assert result.objective_ns == expected == found.lower_bound_ns, seed
     assert found.status == "optimal"
     return "labels" if found.labels else "optimal"
 
 
-def test_equals_brute_force() -> None:
-    results = [check_equals_brute_force(seed) for seed in range(320)]
-    assert results.count("infeasible") < 200
-    assert results.count("labels") > 15
+def test_equals_brute_force(engine: Engine) -> None:
+    results = [check_equals_brute_force(seed, engine) for seed in range(520)]
+    assert results.count("infeasible") < 250
+    assert results.count("labels") > 25
 
 
 @pytest.mark.slow
-def test_equals_brute_force_on_many() -> None:
+def test_equals_brute_force_on_many(engine: Engine) -> None:
     for seed in range(1000, 3000):
-        check_equals_brute_force(seed, layers=6, columns=3)
+        check_equals_brute_force(seed, engine, layers=6, columns=3)
 
 
 def test_leanest_equals_brute_force() -> None:
@@ -58,18 +66,18 @@ def test_leanest_equals_brute_force() -> None:
             assert found[2] == score(tables, found[0], found[1])
 
 
-def objective(tables: CostTables) -> float:
-    found = solve_table(tables)
+def objective(tables: CostTables, engine: Engine) -> float:
+    found = solve_table(tables, engine=engine)
     if found.layers_per_stage is None or found.strategies is None:
         return float("inf")
     return score(tables, found.layers_per_stage, found.strategies).objective_ns
 
 
-def test_more_memory_never_hurts() -> None:
+def test_more_memory_never_hurts(engine: Engine) -> None:
     for seed in range(15):
         tables = random_table(seed, layers=8, columns=5)
         values = [
-            objective(replace(tables, budget_bytes=tuple(int(b * factor) for b in tables.budget_bytes)))
+            objective(replace(tables, budget_bytes=tuple(int(b * factor) for b in tables.budget_bytes)), engine)
             for factor in (0.5, 0.8, 0.9, 1.0, 1.1, 1.5, 3.0)
         ]
         assert values == sorted(values, reverse=True), seed
@@ -90,34 +98,35 @@ def columns(tables: CostTables, keep: np.ndarray) -> CostTables:  # type: ignore
     )
 
 
-def test_strategies_another_never_hurts_and_order_changes_nothing() -> None:
+def test_strategies_another_never_hurts_and_order_changes_nothing(engine: Engine) -> None:
     for seed in range(30):
         tables = random_table(seed, layers=8, columns=5)
         count = len(tables.strategies)
-        value = objective(tables)
-        assert objective(columns(tables, np.random.default_rng(seed).permutation(count))) == value, seed
+        value = objective(tables, engine)
+        order = np.random.default_rng(seed).permutation(count)
+        assert objective(columns(tables, order), engine) == value, seed
         if count > 1:
-            assert value <= objective(columns(tables, np.arange(count - 1))), seed
+            assert value <= objective(columns(tables, np.arange(count - 1)), engine), seed
 
 
-def test_an_upper_bound_cuts_off_and_loses_nothing() -> None:
+def test_an_upper_bound_cuts_off_and_loses_nothing(engine: Engine) -> None:
     for seed in range(50):
         tables = random_table(seed)
-        value = objective(tables)
+        value = objective(tables, engine)
         if value == float("inf"):
             continue
-        assert solve_table(tables, upper_bound_ns=int(value)).lower_bound_ns == value
-        below = solve_table(tables, upper_bound_ns=int(value) - 1)
+        assert solve_table(tables, upper_bound_ns=int(value), engine=engine).lower_bound_ns == value
+        below = solve_table(tables, upper_bound_ns=int(value) - 1, engine=engine)
         assert below.strategies is None
         assert below.lower_bound_ns <= value
 
 
-def test_shortlist_equals_sorting_every_table() -> None:
+def test_shortlist_equals_sorting_every_table(engine: Engine) -> None:
     for seed in range(8):
         tables = [random_table(97 * seed + place, layers=4) for place in range(12)]
         optima = [(found[0], place) for place, one in enumerate(tables) if (found := brute_table(one)) is not None]
         for size in (1, 3, 20):
-            found = solve_pipeline(tables, shortlist=size)
+            found = solve_pipeline(tables, shortlist=size, engine=engine)
             assert [(one.objective_ns, one.table) for one in found] == sorted(optima)[:size], seed
             assert all(one.lower_bound_ns == min(optima)[0] for one in found)
             assert all(one.choice.status == "optimal" for one in found)
@@ -195,6 +204,15 @@ def test_a_stopped_search_says_how_far_it_is() -> None:
             continue
         assert found[0].lower_bound_ns <= best[0].objective_ns <= found[0].objective_ns
         assert found[0].score.fits
+
+
+def test_both_engines_agree_in_every_field() -> None:
+    for tables in [
+        *(random_table(seed, layers=9, columns=6) for seed in range(30)),
+        big_table(),
+        big_table(tied=True),
+    ]:
+        assert solve_table(tables, engine="numba") == solve_table(tables, engine="numpy")
 
 
 def test_bad_arguments_are_refused() -> None:

@@ -1,0 +1,78 @@
+"""Every lower bound that the pipeline solver prunes with is below what brute force finds."""
+
+from __future__ import annotations
+
+from itertools import product
+
+from autopar.price import INFEASIBLE, CostTables, score
+from autopar.solvers.brute import brute_table
+from autopar.solvers.segment import FORBIDDEN, Engine
+from autopar.solvers.stages import StageCosts
+from autopar.solvers.table import quick_bound
+from tests.solvers.random_tables import random_table
+
+
+def test_the_quick_bound_is_below_the_optimum() -> None:
+    reached = 0
+    for seed in range(200):
+        tables = random_table(seed, layers=4)
+        best = brute_table(tables)
+        if best is not None:
+            assert quick_bound(tables) <= best[0], seed
+            reached += quick_bound(tables) == best[0]
+    assert reached > 10
+
+
+def brute_interval(tables: CostTables, stage: int, first: int, end: int) -> int:
+    """The least time of layers first..end-1 on a stage, FORBIDDEN when nothing fits."""
+    best = FORBIDDEN
+    for strategies in product(range(len(tables.strategies)), repeat=end - first):
+        rows = range(first, end)
+        if any(tables.time_ns[row, s] == INFEASIBLE for row, s in zip(rows, strategies, strict=True)):
+            continue
+        # One stage alone, by the one function that adds up; its entry, exit and hop are added here.
+        alone = CostTables(
+            stages=1,
+            micro_batches=1,
+            schedule=tables.schedule,
+            strategies=tables.strategies,
+            time_ns=tables.time_ns[first:end],
+            state_bytes=tables.state_bytes[first:end],
+            saved_bytes=tables.saved_bytes[first:end],
+            transient_bytes=tables.transient_bytes[first:end],
+            transition_ns=tables.transition_ns,
+            entry_ns=tables.entry_ns,
+            exit_ns=tables.exit_ns,
+            p2p_ns=0,
+            layout=tables.layout,
+            in_flight=(tables.in_flight[stage],),
+            budget_bytes=(tables.budget_bytes[stage],),
+        )
+        result = score(alone, (end - first,), strategies)
+        if result.fits:
+            time_ns = result.objective_ns
+            time_ns += int(tables.entry_ns[strategies[0]]) if stage else 0
+            time_ns += int(tables.exit_ns[strategies[-1]]) + tables.p2p_ns if stage < tables.stages - 1 else 0
+            best = min(best, time_ns)
+    return best
+
+
+def test_every_interval_is_bounded_from_below_and_solved_exactly(engine: Engine) -> None:
+    closed = 0
+    for seed in range(40):
+        tables = random_table(seed, layers=4, tied=False)
+        costs = StageCosts.of(tables, engine == "numba")
+        units = len(tables.time_ns)
+        for stage in range(tables.stages):
+            bounds = costs.lower_bounds(stage)
+            for first in range(units):
+                for end in range(first + 1, units + 1):
+                    best = brute_interval(tables, stage, first, end)
+                    place = (seed, stage, first, end)
+                    assert bounds[first, end] <= best, place
+                    assert costs.relaxed(stage, first, end, FORBIDDEN).lower_ns <= best, place
+                    exact = costs.exact(stage, first, end, FORBIDDEN)
+                    assert (exact.lower_ns if exact.upper_ns is None else exact.upper_ns) == best, place
+                    assert exact.lower_ns == best, place
+                    closed += best < FORBIDDEN and bounds[first, end] == best
+    assert closed > 30
