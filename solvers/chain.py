@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time as clock
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -45,14 +44,11 @@ def score_chain(time_ns: Int, memory_bytes: Int, transition_ns: Int, choice: tup
     """
     if len(choice) != len(time_ns):
         raise ValueError(f"{len(choice)} choices for {len(time_ns)} layers")
-    steps = (
-        transition_ns
-        if transition_ns.ndim == 3
-        else np.broadcast_to(transition_ns, (len(time_ns), *transition_ns.shape))
-    )
-    times = [int(time_ns[layer, s]) for layer, s in enumerate(choice)]
-    moves = [int(steps[layer, a, b]) for layer, (a, b) in enumerate(pairwise(choice), 1)]
-    sizes = [int(memory_bytes[layer, s]) for layer, s in enumerate(choice)]
+    layers, columns = np.arange(len(choice)), np.array(choice, dtype=np.int64)
+    pairs = columns[:-1], columns[1:]
+    times = time_ns[layers, columns].tolist()
+    moves = (transition_ns[layers[1:], *pairs] if transition_ns.ndim == 3 else transition_ns[pairs]).tolist()
+    sizes = memory_bytes[layers, columns].tolist()
     if INFEASIBLE in times or INFEASIBLE in moves or INFEASIBLE in sizes:
         raise ValueError("the choice takes an infeasible entry")
     return sum(times) + sum(moves), sum(sizes)

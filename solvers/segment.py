@@ -70,15 +70,17 @@ class Segment:
     budget_bytes: int
     compiled: bool = False
 
-    @property
+    @cached_property
     def base_time_ns(self) -> int:
         """The part of the time that every choice has."""
-        return sum(self.kinds[int(kind)].base_time_ns for kind in self.order)
+        order: list[int] = self.order.tolist()
+        return sum(self.kinds[kind].base_time_ns for kind in order)
 
-    @property
+    @cached_property
     def spare_bytes(self) -> int:
         """The budget less what every choice needs (without transients)."""
-        return self.budget_bytes - sum(self.kinds[int(kind)].base_memory_bytes for kind in self.order)
+        order: list[int] = self.order.tolist()
+        return self.budget_bytes - sum(self.kinds[kind].base_memory_bytes for kind in order)
 
     @cached_property
     def grid(self) -> Grid:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import numpy as np
 import pytest
 
@@ -42,3 +44,20 @@ def test_with_the_rounded_memory_the_optimum_is_the_recorded_one() -> None:
         assert (found.objective_ns is None) == (not np.isfinite(one.cost_s)), name
         if found.objective_ns is not None:
             assert found.objective_ns / UNITS_PER_S + one.other_s == pytest.approx(one.cost_s, rel=1e-9), name
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("numba") is None, reason="numba is not installed")
+def test_the_baseline_of_the_benchmark_is_the_recorded_program() -> None:
+    from tests.bench.memory_grid import solve_grid
+
+    for one in recorded_stages():
+        memory = one.memory_mib.astype(np.int64)
+        found = solve_grid(one.time_s, memory, one.transition_s, one.capacity_mib)
+        name = (one.search, one.embedding, one.stage)
+        assert found.objective is not None
+        assert found.objective + one.other_s == pytest.approx(one.cost_s, rel=1e-12), name
+        assert (found.choice is None) == (not np.isfinite(one.cost_s)), name
+        if found.choice is not None:
+            used = int(memory[np.arange(len(memory)), list(found.choice)].sum())
+            assert used <= one.capacity_mib, name
