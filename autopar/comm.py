@@ -13,6 +13,7 @@ inside and across nodes apart (design: cost model, section 1).
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
 from math import ceil, exp, log, log2
@@ -51,15 +52,15 @@ def seconds(links: LinkProfile, collective: Collective, shape: GroupShape, size_
 @lru_cache(maxsize=4096)
 def shape_of(mesh: RankMesh, names: tuple[str, ...], ranks_per_node: int) -> GroupShape:
     """The shape of the groups along these axes; those of all stages communicate at the same time."""
-    groups = tuple(group for stage in range(mesh.pp) for group in mesh.groups(names, stage))
-    return GroupShape.of(groups, ranks_per_node)
+    first = mesh.group(0, names)
+    return replace(GroupShape.of((first,), ranks_per_node), concurrent=mesh.world_size // len(first))
 
 
 @lru_cache(maxsize=256)
 def boundary_shape(mesh: RankMesh, ranks_per_node: int) -> GroupShape:
     """The shape of the pairs over which activations go from one stage to the next."""
     width = mesh.ranks_per_stage
-    return GroupShape.of(tuple((rank, rank + width) for rank in range(width)), ranks_per_node)
+    return replace(GroupShape.of(((0, width),), ranks_per_node), concurrent=width)
 
 
 Knots = tuple[tuple[float, float], ...]

@@ -12,7 +12,7 @@ from autopar.legality import why_batch_illegal, why_schedule_illegal
 from autopar.measured import ClusterFile, ModelFile
 from autopar.price import CostTables
 from autopar.request import Request, Schedule
-from autopar.tables import tables
+from autopar.tables import Prices
 
 MOST_MICRO_BATCHES = 1024
 """More micro-batches than this are tried only when the request names them."""
@@ -100,12 +100,14 @@ def cut_tables(
     tried: list[Cut] = []
     made: dict[str, list[CostTables]] = {"lower": [], "near": [], "upper": []}
     failures: list[tuple[Cut, InputError]] = []
+    prices: Prices | None = None
     sides: tuple[Literal["lower", "near", "upper"], ...] = ("lower", "near", "upper")
     for i, cut in enumerate(legal):
         tell(i, len(legal))
         try:
-            sided = [
-                tables(
+            if prices is None or (prices.mesh.pp, prices.micro_batches) != (cut.pp, cut.num_micro_batches):
+                prices = None
+                prices = Prices.of(
                     model_file.model,
                     model_file.layers,
                     cluster_file.cluster,
@@ -113,11 +115,8 @@ def cut_tables(
                     request,
                     pp=cut.pp,
                     num_micro_batches=cut.num_micro_batches,
-                    schedule=cut.schedule,
-                    memory=side,
                 )
-                for side in sides
-            ]
+            sided = [prices.tables(cut.schedule, side) for side in sides]
         except InputError as error:
             failures.append((cut, error))
             continue

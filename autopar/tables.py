@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from math import ceil
 from typing import Literal
@@ -11,15 +13,18 @@ import numpy as np
 from autopar.axes import Layout, RankMesh
 from autopar.cluster import ClusterSpec
 from autopar.measured import LayerCost, LayerProfile, LinkProfile
-from autopar.memory import Bound, Unit, edge_bytes, lower_bound, upper_bound
+from autopar.memory import Unit, edge_bytes, lower_bound, upper_bound
 from autopar.model import ModelSpec
 from autopar.pipeline import in_flight
-from autopar.price import INFEASIBLE, CostTables
+from autopar.price import INFEASIBLE, CostTables, Int
 from autopar.request import Request, Schedule
 from autopar.space import StrategySpace
 from autopar.strategy import Strategy
 from autopar.units import DTYPE_BYTES, NS_PER_S
-from autopar.work import Work, layer_work, relayout_s, send_s
+from autopar.work import layer_work, relayout_s, send_s
+
+
+Memory = Literal["upper", "near", "lower"]
 
 
 def tables(
@@ -32,133 +37,201 @@ def tables(
     pp: int,
     num_micro_batches: int,
     schedule: Schedule,
-    memory: Literal["upper", "near", "lower"] = "upper",
+    memory: Memory = "upper",
 ) -> CostTables:
     """The costs of every layer under every legal strategy, rounded up once to nanoseconds and bytes.
 
     memory "upper": bounds that the simulated peak never exceeds, so that whatever fits the table fits; "lower": that
     it never goes below, so that no plan that fits is left out; "near": no bound, what a stage of like neighbours
-    needs. Times are the same in all. O(kinds * strategies +
-    layouts^2). Raises InputError when a pin or a layer has no legal strategy.
+    needs. Times are the same in all. O(kinds * strategies + layouts^2).
+    Raises InputError when a pin or a layer has no legal strategy.
     """
-    mesh = RankMesh.of(world_size=cluster.world_size, pp=pp, ranks_per_node=cluster.ranks_per_node)
-    micro_batch = request.global_batch // num_micro_batches
-    space = StrategySpace.of(model, layers, mesh, request, micro_batch)
-    count, num_layers = len(space.strategies), len(model.layers)
-    live = tuple(in_flight(schedule, pp, stage, num_micro_batches) for stage in range(pp))
-    # Where stages differ, each bound assumes what is safe for it.
-    steady = (all if memory == "lower" else any)(now < num_micro_batches for now in live)
-
-    time_ns = np.full((num_layers, count), INFEASIBLE, dtype=np.int64)
-    state, saved, transient = (np.zeros((num_layers, count), dtype=np.int64) for _ in range(3))
-    works: dict[tuple[str, int], Work] = {}
-    units: dict[tuple[int, int], Unit] = {}
-    for layer, allowed in enumerate(space.allowed):
-        for s in allowed:
-            strategy = space.strategies[s]
-            cost, samples = layer_cost(model, layers, layer, strategy), micro_batch / strategy.dp
-            key = (model.layers[layer], s)
-            if key not in works:
-                works[key] = layer_work(
-                    cost,
-                    strategy,
-                    mesh=mesh,
-                    cluster=cluster,
-                    links=links,
-                    samples=samples,
-                    optimizer=request.optimizer,
-                )
-            work = works[key]
-            step_s = work.sync_s + work.optimizer_s
-            time_ns[layer, s] = _ns(work.whole_forward_s + work.whole_backward_s + step_s / num_micro_batches)
-            units[layer, s] = Unit.of(cost, strategy, samples, shared_bytes=shared_bytes(model, layer, pp))
-
-    for (layer, s), bound in _bounds(units, space, request, memory=memory, steady=steady).items():
-        state[layer, s], saved[layer, s] = bound.state_bytes, bound.saved_bytes
-        transient[layer, s] = bound.transient_bytes
-
-    moved_bytes = activation_bytes(model, layers, micro_batch)
-    places = [mesh.place(strategy).layout for strategy in space.strategies]
-    layouts = list(dict.fromkeys(places))
-    layout = np.array([layouts.index(place) for place in places], dtype=np.int64)
-
-    def move_ns(source: Layout, target: Layout) -> int:
-        pair = relayout_s(source, target, mesh=mesh, cluster=cluster, links=links, activation_bytes=moved_bytes)
-        return _ns(sum(pair))
-
-    between = np.array([[move_ns(a, b) for b in layouts] for a in layouts], dtype=np.int64)
-    budget = request.memory_bytes or cluster.memory_bytes
-    edge = ceil(moved_bytes / mesh.ranks_per_stage)
-    ends = [edge_bytes(edge, stage=stage, pp=pp, micro_batches=num_micro_batches) for stage in range(pp)]
-    if memory == "lower":
-        # The saved input of the first layer may be the receive buffer itself: it counts once.
-        ends = [
-            (fixed - now * edge * (stage > 0), held)
-            for stage, (now, (fixed, held)) in enumerate(zip(live, ends, strict=True))
-        ]
-    kept_at_ends = [fixed + now * held for now, (fixed, held) in zip(live, ends, strict=True)]
-    return CostTables(
-        stages=pp,
-        micro_batches=num_micro_batches,
-        schedule=schedule,
-        strategies=space.strategies,
-        time_ns=time_ns,
-        state_bytes=state,
-        saved_bytes=saved,
-        transient_bytes=transient,
-        transition_ns=between[np.ix_(layout, layout)],
-        entry_ns=np.array([move_ns(mesh.boundary, place) for place in layouts], dtype=np.int64)[layout],
-        exit_ns=np.array([move_ns(place, mesh.boundary) for place in layouts], dtype=np.int64)[layout],
-        p2p_ns=_ns(2 * send_s(mesh, cluster, links, moved_bytes)),
-        layout=layout,
-        in_flight=live,
-        budget_bytes=tuple(max(0, budget - kept) for kept in kept_at_ends),
-        tied=model.tied,
-    )
+    prices = Prices.of(model, layers, cluster, links, request, pp=pp, num_micro_batches=num_micro_batches)
+    return prices.tables(schedule, memory)
 
 
-def _bounds(
-    units: dict[tuple[int, int], Unit],
-    space: StrategySpace,
-    request: Request,
-    *,
-    memory: Literal["upper", "near", "lower"],
-    steady: bool,
-) -> dict[tuple[int, int], Bound]:
-    """The memory of each layer under each strategy, whatever the strategies of the others."""
-    if memory == "lower":
-        end = len(space.allowed) - 1
-        return {
-            (layer, s): lower_bound(unit, optimizer=request.optimizer, steady=steady, last=layer == end)
-            for (layer, s), unit in units.items()
-        }
-    rows = [[units[layer, s] for s in allowed] for layer, allowed in enumerate(space.allowed)]
-    gathered = [max((unit.parameter_bytes for unit in row if unit.zero), default=0) for row in rows]
-    if memory == "near":
-        return {
-            (layer, s): upper_bound(
-                unit,
-                optimizer=request.optimizer,
-                steady=steady,
-                before_bytes=gathered[layer - 1] if unit.zero and layer else 0,
-                after_bytes=[*gathered, 0][layer + 1] if unit.zero else 0,
-            )
-            for (layer, s), unit in units.items()
-        }
-    before = [0, *accumulate(gathered, max)]
-    after = [0, *accumulate(reversed(gathered), max)][::-1]
-    arriving = [0, *(max(unit.output_bytes for unit in row) for row in rows)]
-    return {
-        (layer, s): upper_bound(
-            unit,
-            optimizer=request.optimizer,
-            steady=steady,
-            before_bytes=before[layer],
-            after_bytes=after[layer + 1],
-            arriving_bytes=arriving[layer],
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Prices:
+    """What the tables of one number of stages and micro-batches have in common, whatever the schedule and the bound.
+
+    classes[l]: layers that may do the same at the same costs; units[class][s]: the memory of one of them.
+    """
+
+    model: ModelSpec
+    request: Request
+    mesh: RankMesh
+    micro_batches: int
+    space: StrategySpace
+    classes: tuple[int, ...]
+    units: tuple[dict[int, Unit], ...]
+    time_ns: Int
+    transition_ns: Int
+    entry_ns: Int
+    exit_ns: Int
+    p2p_ns: int
+    layout: Int
+    budget_bytes: int
+    edge_bytes: int
+
+    @classmethod
+    def of(
+        cls,
+        model: ModelSpec,
+        layers: LayerProfile,
+        cluster: ClusterSpec,
+        links: LinkProfile,
+        request: Request,
+        *,
+        pp: int,
+        num_micro_batches: int,
+    ) -> Prices:
+        """The prices of a cut; raises as `tables`."""
+        mesh = RankMesh.of(world_size=cluster.world_size, pp=pp, ranks_per_node=cluster.ranks_per_node)
+        micro_batch = request.global_batch // num_micro_batches
+        space = StrategySpace.of(model, layers, mesh, request, micro_batch)
+        works: dict[tuple[str, int], int] = {}
+        rows: dict[tuple[str, int, tuple[int, ...]], int] = {}
+        classes, units, times = [], [], []
+        for layer, allowed in enumerate(space.allowed):
+            shared, kind = shared_bytes(model, layer, pp), model.layers[layer]
+            classes.append(rows.setdefault((kind, shared, allowed), len(rows)))
+            if classes[-1] < len(units):
+                continue
+            row = np.full(len(space.strategies), INFEASIBLE, dtype=np.int64)
+            units.append({})
+            for s in allowed:
+                strategy = space.strategies[s]
+                cost, samples = layer_cost(model, layers, layer, strategy), micro_batch / strategy.dp
+                if (kind, s) not in works:
+                    work = layer_work(
+                        cost,
+                        strategy,
+                        mesh=mesh,
+                        cluster=cluster,
+                        links=links,
+                        samples=samples,
+                        optimizer=request.optimizer,
+                    )
+                    step_s = work.sync_s + work.optimizer_s
+                    works[kind, s] = _ns(work.whole_forward_s + work.whole_backward_s + step_s / num_micro_batches)
+                row[s] = works[kind, s]
+                units[-1][s] = Unit.of(cost, strategy, samples, shared_bytes=shared)
+            times.append(row)
+
+        moved_bytes = activation_bytes(model, layers, micro_batch)
+        places = [mesh.place(strategy).layout for strategy in space.strategies]
+        layouts = {place: i for i, place in enumerate(dict.fromkeys(places))}
+        layout = np.array([layouts[place] for place in places], dtype=np.int64)
+
+        def moves_ns(sources: Iterable[Layout], targets: Sequence[Layout]) -> Int:
+            found = [
+                [
+                    _ns(sum(relayout_s(a, b, mesh=mesh, cluster=cluster, links=links, activation_bytes=moved_bytes)))
+                    for b in targets
+                ]
+                for a in sources
+            ]
+            return np.array(found, dtype=np.int64)
+
+        known, boundary = list(layouts), [mesh.boundary]
+        return cls(
+            model=model,
+            request=request,
+            mesh=mesh,
+            micro_batches=num_micro_batches,
+            space=space,
+            classes=tuple(classes),
+            units=tuple(units),
+            time_ns=np.stack(times)[classes],
+            transition_ns=moves_ns(known, known)[np.ix_(layout, layout)],
+            entry_ns=moves_ns(boundary, known)[0][layout],
+            exit_ns=moves_ns(known, boundary)[:, 0][layout],
+            p2p_ns=_ns(2 * send_s(mesh, cluster, links, moved_bytes)),
+            layout=layout,
+            budget_bytes=request.memory_bytes or cluster.memory_bytes,
+            edge_bytes=ceil(moved_bytes / mesh.ranks_per_stage),
         )
-        for (layer, s), unit in units.items()
-    }
+
+    def tables(self, schedule: Schedule, memory: Memory) -> CostTables:
+        """The tables under a schedule with memory bounded from above or below, or estimated."""
+        pp, count, edge = self.mesh.pp, self.micro_batches, self.edge_bytes
+        live = tuple(in_flight(schedule, pp, stage, count) for stage in range(pp))
+        # Where stages differ, each bound assumes what is safe for it.
+        steady = (all if memory == "lower" else any)(now < count for now in live)
+        state, saved, transient = self._bounds(memory, steady)
+        ends = [edge_bytes(edge, stage=stage, pp=pp, micro_batches=count) for stage in range(pp)]
+        if memory == "lower":
+            # The saved input of the first layer may be the receive buffer itself: it counts once.
+            ends = [
+                (fixed - now * edge * (stage > 0), held)
+                for stage, (now, (fixed, held)) in enumerate(zip(live, ends, strict=True))
+            ]
+        kept_at_ends = [fixed + now * held for now, (fixed, held) in zip(live, ends, strict=True)]
+        return CostTables(
+            stages=pp,
+            micro_batches=count,
+            schedule=schedule,
+            strategies=self.space.strategies,
+            time_ns=self.time_ns,
+            state_bytes=state,
+            saved_bytes=saved,
+            transient_bytes=transient,
+            transition_ns=self.transition_ns,
+            entry_ns=self.entry_ns,
+            exit_ns=self.exit_ns,
+            p2p_ns=self.p2p_ns,
+            layout=self.layout,
+            in_flight=live,
+            budget_bytes=tuple(max(0, self.budget_bytes - kept) for kept in kept_at_ends),
+            tied=self.model.tied,
+        )
+
+    def _bounds(self, memory: Memory, steady: bool) -> tuple[Int, Int, Int]:
+        """[L, S] each: states, saved sets and transients, whatever the strategies of the other layers."""
+        gathered = [max((u.parameter_bytes for u in row.values() if u.zero), default=0) for row in self.units]
+        outputs = [max(u.output_bytes for u in row.values()) for row in self.units]
+        chain = [gathered[one] for one in self.classes]
+        if memory == "upper":
+            before = [0, *accumulate(chain, max)]
+            after = [0, *accumulate(reversed(chain), max)][::-1][1:]
+        else:
+            before, after = [0, *chain], [*chain[1:], 0]
+        arriving = [0, *(outputs[one] for one in self.classes)]
+        end, optimizer = len(self.classes) - 1, self.request.optimizer
+        rows: dict[tuple[int, ...], int] = {}
+        found: list[Int] = []
+        order = []
+        for layer, one in enumerate(self.classes):
+            around = (before[layer], after[layer], arriving[layer])
+            key = (one, layer == end) if memory == "lower" else (one, *around)
+            order.append(rows.setdefault(key, len(rows)))
+            if order[-1] < len(found):
+                continue
+            row = np.zeros((3, len(self.space.strategies)), dtype=np.int64)
+            for s, unit in self.units[one].items():
+                if memory == "lower":
+                    bound = lower_bound(unit, optimizer=optimizer, steady=steady, last=layer == end)
+                elif memory == "near":
+                    bound = upper_bound(
+                        unit,
+                        optimizer=optimizer,
+                        steady=steady,
+                        before_bytes=around[0] if unit.zero else 0,
+                        after_bytes=around[1] if unit.zero else 0,
+                    )
+                else:
+                    bound = upper_bound(
+                        unit,
+                        optimizer=optimizer,
+                        steady=steady,
+                        before_bytes=around[0],
+                        after_bytes=around[1],
+                        arriving_bytes=around[2],
+                    )
+                row[:, s] = bound.state_bytes, bound.saved_bytes, bound.transient_bytes
+            found.append(row)
+        state, saved, transient = np.stack(found)[order].transpose(1, 0, 2)
+        return np.ascontiguousarray(state), np.ascontiguousarray(saved), np.ascontiguousarray(transient)
 
 
 def layer_cost(model: ModelSpec, layers: LayerProfile, layer: int, strategy: Strategy) -> LayerCost:
