@@ -161,6 +161,7 @@ class _Search:
         limits = below - 0.5 + self.slack + prices * self.spare
         if segment.compiled:
             return self._run_compiled(below, limits, most)
+        main = max(0, len(prices) - 2)
         history: list[tuple[Int, Int]] = []
         memory = time = group = np.zeros(1, dtype=np.int64)
         for layer, kind in enumerate(segment.order):
@@ -171,14 +172,19 @@ class _Search:
             new_t = time[:, None] + t
             if layer:
                 new_t = new_t + segment.steps[segment.step_order[layer]][:, g][group]
+            # The price of the dual drops the most; the other bounds see what is left.
             ok = new_m + self.memory_ahead[layer][g] <= self.spare
-            for row, value in enumerate(prices):
-                ok &= new_t + value * new_m + self.ahead[layer][row, g] <= limits[row]
+            ok &= new_t + prices[main] * new_m + self.ahead[layer][main, g] <= limits[main]
             parent, option = np.nonzero(ok)
-            if not parent.size:
-                return None
             memory, time, group = new_m[ok], new_t[ok], g[option]
-            order = np.lexsort((time, memory))
+            left = np.ones(len(parent), dtype=bool)
+            for row, value in enumerate(prices):
+                if row != main:
+                    left &= time + value * memory + self.ahead[layer][row, group] <= limits[row]
+            order = np.flatnonzero(left)
+            if not order.size:
+                return None
+            order = order[np.lexsort((time[order], memory[order]))]
             memory, time, group = memory[order], time[order], group[order]
             keep = self._undominated(memory, time, group, self.regret(layer))
             memory, time, group = memory[keep], time[keep], group[keep]

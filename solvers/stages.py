@@ -10,6 +10,7 @@ import numpy as np
 
 from autopar.price import INFEASIBLE, CostTables, Int
 from autopar.solvers.dual import Dual, bound
+from autopar.solvers.intervals import compositions
 from autopar.solvers.labels import solve_segment
 from autopar.solvers.segment import FORBIDDEN, Kind, Segment, groups_of, kind_of
 
@@ -217,25 +218,25 @@ class StageCosts:
         """[U + 1, U + 1]: no choice of layers a..b-1 on this stage is faster; FORBIDDEN where nothing fits.
 
         The continuous multiple-choice knapsack over the lower hull of each layer; transitions count as their least,
-        the transient as the least that some layer of the interval needs. O(U^2 * hull edges) in numpy.
+        the transient as the least that some layer of the interval needs. O(contents * hull edges + U^2) in numpy.
         """
-        tables, ids = self.tables, self.layer_id
-        units = len(ids)
+        tables = self.tables
         in_flight, budget, enters, leaves = self.key(stage)
-        names = sorted(set(ids))
-        count = np.zeros((len(names), units + 1))
-        for index, name in enumerate(names):
-            count[index, 1:] = np.cumsum([one == name for one in ids])
-        places = np.arange(units + 1)
-        bad = places[None, :] <= places[:, None]
-        time, spare = np.zeros((units + 1, units + 1)), np.full((units + 1, units + 1), float(budget))
-        peak = np.zeros((units + 1, units + 1))
+        names = list(dict.fromkeys(self.layer_id))
+        counts, where = compositions(tuple(names.index(one) for one in self.layer_id))
+        hop = int(tables.entry_ns.min()) if enters else 0
+        if leaves:
+            hop += int(tables.exit_ns.min()) + tables.p2p_ns
+        if hop >= FORBIDDEN:
+            return np.full(where.shape, FORBIDDEN, dtype=np.int64)
+        bad = np.zeros(len(counts), dtype=bool)
+        time, spare, peak = np.zeros(len(counts)), np.full(len(counts), float(budget)), np.zeros(len(counts))
         edges: list[tuple[float, float, float, int]] = []
-        inside = count[:, None, :] - count[:, :, None]
+        inside = counts.T.astype(np.float64)
         for index, name in enumerate(names):
             kind = self.kind(name, in_flight, False, False)
             if kind is None:
-                bad = bad | (inside[index] > 0)
+                bad |= inside[index] > 0
                 continue
             hull = self._hull(name, in_flight, kind)
             spare -= inside[index] * (kind.base_memory_bytes + hull[0][0])
@@ -244,19 +245,15 @@ class StageCosts:
             for (m0, t0), (m1, t1) in pairwise(hull):
                 edges.append(((t1 - t0) / (m1 - m0), m1 - m0, t0 - t1, index))
         spare -= peak
-        bad = bad | (spare < 0)
+        bad |= spare < 0
         spare[bad] = 0.0
         for _, memory, gain, index in sorted(edges):
             taken = np.minimum(inside[index], spare / memory)
             spare -= taken * memory
             time -= taken * gain
-        hop = int(tables.entry_ns.min()) if enters else 0
-        if leaves:
-            hop += int(tables.exit_ns.min()) + tables.p2p_ns
-        if hop >= FORBIDDEN:
-            return np.full((units + 1, units + 1), FORBIDDEN, dtype=np.int64)
         bounds = np.floor(time * (1 - 2.0**-44) + 0.99).astype(np.int64) + hop
-        return np.where(bad, FORBIDDEN, bounds)
+        bounds[bad] = FORBIDDEN
+        return np.asarray(np.append(bounds, FORBIDDEN)[where])
 
     def _hull(self, name: int, in_flight: int, kind: Kind) -> list[tuple[float, float]]:
         """The lower convex hull of (memory, time) of the options, from the leanest to the fastest."""

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from itertools import product
 
+import numpy as np
+
 from autopar.price import INFEASIBLE, CostTables, score
 from autopar.solvers.brute import brute_table
+from autopar.solvers.intervals import compositions
 from autopar.solvers.segment import FORBIDDEN, Engine
 from autopar.solvers.stages import StageCosts
 from autopar.solvers.table import quick_bound
@@ -76,3 +79,20 @@ def test_every_interval_is_bounded_from_below_and_solved_exactly(engine: Engine)
                     assert exact.lower_ns == best, place
                     closed += best < FORBIDDEN and bounds[first, end] == best
     assert closed > 30
+
+
+def test_what_intervals_are_made_of() -> None:
+    rng = np.random.default_rng(0)
+    patterns = [(0,), (0, 0, 0), (0, *[1] * 6, 2), (0, 1, 2) * 3, tuple(range(30))]
+    patterns += [tuple(int(kind) for kind in np.unique(rng.integers(0, 4, 9), return_inverse=True)[1])]
+    for pattern in patterns:
+        counts, where = compositions(pattern)
+        assert len(np.unique(counts, axis=0)) == len(counts) or max(pattern) == 29
+        for first in range(len(pattern) + 1):
+            for end in range(len(pattern) + 1):
+                if end <= first:
+                    assert where[first, end] == len(counts)
+                else:
+                    expected = np.bincount(pattern[first:end], minlength=max(pattern) + 1)
+                    assert counts[where[first, end]].tolist() == expected.tolist()
+    assert len(compositions((0, *[1] * 100, 2))[0]) <= 4 * 102
