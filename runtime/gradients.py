@@ -37,8 +37,8 @@ class HeldParameter:
     name: its name in the model; layer: its place in the chain; group: the data-parallel ranks over which its gradient
     must still be summed (None where fully_shard does it or there are none); share: what one element counts in a sum
     over all ranks of the stage, 1 / (ranks that hold the same element), a number or a tensor that broadcasts;
-    tied: it has a second copy on another stage; counted: False for that copy; tensor_parallel: how tensor parallelism
-    cut it, None where it did not.
+    tied: it has a second copy on another stage; counted: False for that copy; aliases: its other names in the model;
+    tensor_parallel: how tensor parallelism cut it, None where it did not.
     """
 
     name: str
@@ -48,6 +48,7 @@ class HeldParameter:
     share: float | Tensor
     tied: bool = False
     counted: bool = True
+    aliases: tuple[str, ...] = ()
     tensor_parallel: TensorParallelCut | None = None
 
     @property

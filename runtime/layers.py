@@ -91,12 +91,13 @@ def _tensor_groups(groups: RankGroups, axes: tuple[str, ...]) -> list[torch.dist
     return [*(groups.along((axis,)) for axis in axes), groups.along(axes)]
 
 
-def _tied_parameters(model: nn.Module, structure: Structure) -> set[str]:
-    """The names in embedding and head of the parameters that both use."""
+def _tied_parameters(model: nn.Module, structure: Structure) -> dict[str, tuple[str, ...]]:
+    """The names in embedding and head of the parameters that both use, with the other names of each."""
     embed = structure.layer_parameters(model, 0)
     head = structure.layer_parameters(model, structure.num_blocks + 1)
     shared = {id(p) for p in embed.values()} & {id(p) for p in head.values()}
-    return {name for name, p in (*embed.items(), *head.items()) if id(p) in shared}
+    both = [(name, id(p)) for name, p in (*embed.items(), *head.items()) if id(p) in shared]
+    return {name: tuple(other for other, j in both if j == i and other != name) for name, i in both}
 
 
 def _attach_relayouts(body: StageBody, plan: Plan, groups: RankGroups) -> None:
@@ -210,7 +211,7 @@ def _held(
     plan: Plan,
     groups: RankGroups,
     block_plans: Mapping[int, tuple[BlockPlan, tuple[int, ...]]],
-    tied: set[str],
+    tied: Mapping[str, tuple[str, ...]],
 ) -> list[HeldParameter]:
     mesh, structure = plan.mesh, body.structure
     found: list[HeldParameter] = []
@@ -240,6 +241,7 @@ def _held(
                     share=share,
                     tied=in_both,
                     counted=not (in_both and layer > 0),
+                    aliases=tied.get(name, ()),
                     tensor_parallel=cut,
                 )
             )

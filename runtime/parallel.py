@@ -15,6 +15,7 @@ from torch.utils.data import Dataset, DistributedSampler
 
 from autopar.errors import InputError, RunError
 from autopar.plan import Plan
+from autopar.runtime.checkpoint import load_checkpoint, save_checkpoint
 from autopar.runtime.gradients import (
     HeldParameter,
     check_gradients_present,
@@ -263,6 +264,21 @@ class ParallelModel(nn.Module):
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """The 2-norm of the gradient of the whole model, which is then scaled down to `max_norm` if larger."""
         return clip_gradients(self.held, max_norm)
+
+    def save(self, folder: str | os.PathLike[str], optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Write a checkpoint that any plan of this model reads again, with the optimizer's states if given."""
+        save_checkpoint(
+            folder,
+            self.held,
+            fingerprint=self.plan.model.fingerprint,
+            writer=self._groups.place,
+            writers=self.plan.mesh.ranks_per_stage,
+            optimizer=optimizer,
+        )
+
+    def load(self, folder: str | os.PathLike[str], optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Take the parameters, and the optimizer's states if given, from a checkpoint of any plan of this model."""
+        load_checkpoint(folder, self.held, fingerprint=self.plan.model.fingerprint, optimizer=optimizer)
 
     def param_groups(self) -> list[dict[str, Any]]:
         """Parameter groups for an elementwise torch optimizer; sharded and plain tensors must not share a group."""

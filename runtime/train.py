@@ -51,19 +51,22 @@ def run_plan(
     *,
     text: str | None = None,
     steps: int = 30,
+    save: str | None = None,
+    resume: str | None = None,
     timeout_s: float = 3600.0,
     progress: Callable[[Mapping[str, Any]], None] | None = None,
 ) -> Run:
     """Train `steps` AdamW steps byte by byte on a text (a file, or the topics of pydoc) under the plan.
 
-    Starts the plan's ranks as local processes, or runs as one of them inside torchrun. Raises InputError for a text
-    or model that do not fit, RunError when a rank fails or the loss is not finite.
+    Starts the plan's ranks as local processes, or runs as one of them inside torchrun. save: a folder for a checkpoint
+    after the last step; resume: one to go on from, with its optimizer and at its place in the text. Raises InputError
+    for a text, model or checkpoint that do not fit, RunError when a rank fails or the loss is not finite.
     """
     if text is not None:
         read_text(text)
     results = launch(
         "autopar.runtime.train:train_rank",
-        {"plan": plan.dumps(), "text": text, "steps": steps},
+        {"plan": plan.dumps(), "text": text, "steps": steps, "save": save, "resume": resume},
         nproc=plan.cluster.world_size,
         timeout_s=timeout_s,
         device=plan.cluster.device,
@@ -98,9 +101,13 @@ def train_rank(payload: dict[str, Any], report: Callable[[Mapping[str, Any]], No
     device = torch.device("cuda", torch.cuda.current_device()) if plan.cluster.device == "cuda" else "cpu"
     parallel = parallelize(model.to(device), plan)
     optimizer = torch.optim.AdamW(parallel.param_groups(), lr=LEARNING_RATE)
+    first = 0
+    if payload.get("resume") is not None:
+        parallel.load(payload["resume"], optimizer)
+        first = max(int(state["step"]) for state in optimizer.state.values())
     losses, times_s, peak_bytes = [], [], 0
     for step in range(steps):
-        batch = parallel.shard_batch(batches.batch(step))
+        batch = parallel.shard_batch(batches.batch(first + step))
 
         def one_step(batch: Mapping[str, torch.Tensor] = batch) -> float:
             optimizer.zero_grad()
@@ -124,4 +131,6 @@ def train_rank(payload: dict[str, Any], report: Callable[[Mapping[str, Any]], No
         report({"done": step + 1, "total": steps, "loss": losses[-1]})
     if not losses:
         raise RunError("no step was run", why=f"steps is {steps}", fix="ask for at least one step")
+    if payload.get("save") is not None:
+        parallel.save(payload["save"], optimizer)
     return asdict(_RankRun(losses=tuple(losses), steps_s=tuple(times_s), peak_memory_bytes=peak_bytes))

@@ -1,0 +1,278 @@
+"""Checkpoints through torch.distributed.checkpoint that any plan, also for another number of ranks, reads again.
+
+A checkpoint holds whole tensors under the model's own parameter names (and the optimizer's states beside them), each
+written by one of the ranks that share it, so that neither stages nor slices of a plan show in the files. A folder is
+replaced by renaming: a crash while saving leaves the previous checkpoint usable.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.tensor import DTensor
+
+from autopar.errors import InputError
+from autopar.formats import dumps, from_plain, read_file, to_plain, write_file
+from autopar.runtime.gradients import HeldParameter, whole
+
+CHECKPOINT_KIND, CHECKPOINT_SCHEMA = "autopar.checkpoint", 1
+_FACTS = "autopar.json"
+_BATCH_BYTES = 1 << 30
+"""Whole tensors are read in batches of about this size, which a rank holds beside its own pieces."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointFacts:
+    """What a checkpoint is of: the model's fingerprint, and the optimizer's class and settings, if it was saved."""
+
+    fingerprint: str
+    optimizer: str | None
+    settings: str
+
+
+def save_checkpoint(
+    folder: str | os.PathLike[str],
+    held: Sequence[HeldParameter],
+    *,
+    fingerprint: str,
+    writer: int,
+    writers: int,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> None:
+    """Write parameters, and the optimizer's states if given, as the checkpoint `folder`; a collective of the world.
+
+    held: this rank's parameters; writer of writers: this rank among those that hold the same layers, between which
+    the writing is shared. Raises InputError when the folder cannot be written.
+    """
+    target = Path(folder)
+    fresh, old = _beside(target, "new"), _beside(target, "old")
+    state: dict[str, Tensor] = {}
+    for number, (key, entry, tensor) in enumerate(_entries(held, optimizer)):
+        # Every rank takes part in putting a tensor together, one keeps it.
+        full = whole(entry, tensor) if tensor.dim() else tensor.detach()
+        if number % writers == writer and entry.counted:
+            state[key] = full.cpu().clone()
+    failed = ""
+    try:
+        if dist.get_rank() == 0:
+            _make_room(target, fresh)
+    except OSError as error:
+        failed = str(error)
+    _agree(failed, target)
+    try:
+        dcp.save(state, checkpoint_id=fresh)
+        if dist.get_rank() == 0:
+            facts = CheckpointFacts(
+                fingerprint=fingerprint,
+                optimizer=type(optimizer).__name__ if optimizer else None,
+                settings=_settings(optimizer),
+            )
+            write_file(fresh / _FACTS, dumps(CHECKPOINT_KIND, CHECKPOINT_SCHEMA, to_plain(facts)))
+            if target.exists():
+                target.rename(old)
+            fresh.rename(target)
+            shutil.rmtree(old, ignore_errors=True)
+    except (OSError, CheckpointException, InputError) as error:
+        failed = str(error).splitlines()[0]
+    _agree(failed, target)
+
+
+def load_checkpoint(
+    folder: str | os.PathLike[str],
+    held: Sequence[HeldParameter],
+    *,
+    fingerprint: str,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> None:
+    """Fill this rank's pieces from the checkpoint `folder`, whatever plan wrote it; a collective of the world.
+
+    optimizer: its states and settings are replaced by the saved ones. Raises InputError when the folder is no
+    checkpoint, is of another model, or lacks an optimizer that was asked for.
+    """
+    source = _readable(Path(folder))
+    facts = from_plain(
+        CheckpointFacts, read_file(source / _FACTS, CHECKPOINT_KIND, CHECKPOINT_SCHEMA), str(source / _FACTS)
+    )
+    if facts.fingerprint != fingerprint:
+        raise InputError(
+            f"{folder} is a checkpoint of another model",
+            why=f"its parameters have the hash {facts.fingerprint}, this model's {fingerprint}",
+            fix="load it into the model that it was saved from",
+        )
+    if optimizer is not None:
+        if facts.optimizer != type(optimizer).__name__:
+            raise InputError(
+                f"{folder} has no state of {type(optimizer).__name__}",
+                why=f"it was saved with {facts.optimizer or 'no optimizer'}",
+                fix="load without optimizer=, or with the optimizer that was saved",
+            )
+        for group, saved in zip(optimizer.param_groups, _each(facts.settings, optimizer), strict=True):
+            group.update(saved)
+    stored = dcp.FileSystemReader(source).read_metadata().state_dict_metadata
+    wanted = list(_wanted(held, optimizer, stored))
+    batches = [[w for _, w in group] for _, group in groupby(_numbered(wanted), key=lambda pair: pair[0])]
+    rounds = torch.tensor(len(batches))
+    dist.all_reduce(rounds, op=dist.ReduceOp.MAX)
+    for number in range(int(rounds)):
+        batch = batches[number] if number < len(batches) else []
+        state = {w.key: torch.empty(w.shape, dtype=w.dtype) for w in batch}
+        dcp.load(state, checkpoint_id=source)
+        for w in batch:
+            _put(w, state[w.key], optimizer)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Wanted:
+    key: str
+    entry: HeldParameter
+    field: str | None
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _entries(
+    held: Sequence[HeldParameter], optimizer: torch.optim.Optimizer | None
+) -> Iterator[tuple[str, HeldParameter, Tensor]]:
+    """Every tensor to save with its key: the parameters, then the optimizer's states."""
+    for entry in held:
+        yield f"model/{entry.name}", entry, entry.parameter
+    if optimizer is not None:
+        for entry in held:
+            for field, value in sorted(optimizer.state.get(entry.parameter, {}).items()):
+                if isinstance(value, Tensor):
+                    yield f"optimizer/{entry.name}/{field}", entry, value
+
+
+def _wanted(
+    held: Sequence[HeldParameter], optimizer: torch.optim.Optimizer | None, stored: dict[str, Any]
+) -> Iterator[_Wanted]:
+    """What this rank reads. A copy of a tied parameter is stored under the name of the counted one."""
+    for entry in held:
+        name = _stored_name(entry, stored)
+        fields = [None]
+        if optimizer is not None:
+            prefix = f"optimizer/{name}/"
+            fields += sorted(key.removeprefix(prefix) for key in stored if key.startswith(prefix))  # type: ignore[arg-type]
+        for field in fields:
+            key = f"model/{name}" if field is None else f"optimizer/{name}/{field}"
+            facts = stored[key]
+            yield _Wanted(key=key, entry=entry, field=field, shape=tuple(facts.size), dtype=facts.properties.dtype)
+
+
+def _stored_name(entry: HeldParameter, stored: dict[str, Any]) -> str:
+    for name in (entry.name, *entry.aliases):
+        if f"model/{name}" in stored:
+            return name
+    raise InputError(
+        f"the checkpoint lacks {entry.name}",
+        why="it was saved from another model",
+        fix="load the checkpoint of this model",
+    )
+
+
+def _numbered(wanted: Sequence[_Wanted]) -> Iterator[tuple[int, _Wanted]]:
+    size, number = 0, 0
+    for w in wanted:
+        size_bytes = w.dtype.itemsize * torch.Size(w.shape).numel()
+        if size and size + size_bytes > _BATCH_BYTES:
+            size, number = 0, number + 1
+        size += size_bytes
+        yield number, w
+
+
+def _put(wanted: _Wanted, full: Tensor, optimizer: torch.optim.Optimizer | None) -> None:
+    """Copy this rank's piece of a whole tensor into the parameter, or make it the optimizer's state."""
+    parameter = wanted.entry.parameter
+    if wanted.field is None:
+        target = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        with torch.no_grad():
+            target.copy_(piece(wanted.entry, full))
+        return
+    assert optimizer is not None
+    if not full.dim():
+        value: Tensor = full
+    elif isinstance(parameter, DTensor):
+        local = piece(wanted.entry, full).to(parameter.device).clone()
+        value = DTensor.from_local(
+            local,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+    else:
+        value = piece(wanted.entry, full).to(parameter.device).clone()
+    optimizer.state[parameter][wanted.field] = value
+
+
+def piece(entry: HeldParameter, full: Tensor) -> Tensor:
+    """This rank's piece of a whole tensor: first its tensor-parallel part, then its shard of the first dimension."""
+    cut = entry.tensor_parallel
+    if cut is not None:
+        full = cut.plan.shard(cut.name, full, cut.plan.coordinates[dist.get_rank(cut.group)])
+    parameter = entry.parameter
+    if not isinstance(parameter, DTensor):
+        return full
+    # fully_shard cuts the first dimension in equal chunks, the last ones shorter or empty.
+    chunks = full.chunk(parameter.device_mesh.size(), 0)
+    rank = parameter.device_mesh.get_local_rank()
+    return chunks[rank] if rank < len(chunks) else full[:0]
+
+
+def _settings(optimizer: torch.optim.Optimizer | None) -> str:
+    """The hyperparameters of the first group as JSON; our groups differ only in what kind of tensors they hold."""
+    if optimizer is None:
+        return "{}"
+    group = optimizer.param_groups[0]
+    return json.dumps(
+        {k: v for k, v in group.items() if isinstance(v, int | float | bool | str | list | tuple) and k != "params"}
+    )
+
+
+def _each(settings: str, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    saved = {k: tuple(v) if isinstance(v, list) else v for k, v in json.loads(settings).items()}
+    return [saved for _ in optimizer.param_groups]
+
+
+def _beside(target: Path, suffix: str) -> Path:
+    return target.with_name(f".{target.name}.{suffix}")
+
+
+def _make_room(target: Path, fresh: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if target.exists() and not (target / _FACTS).exists() and any(target.iterdir()):
+        raise OSError("it is a folder of something else")
+    shutil.rmtree(fresh, ignore_errors=True)
+    fresh.mkdir()
+
+
+def _readable(target: Path) -> Path:
+    """The folder, or the previous one where a crash came between the two renames of a save."""
+    for folder in (target, _beside(target, "old")):
+        if (folder / _FACTS).exists():
+            return folder
+    raise InputError(
+        f"{target} is no checkpoint", why=f"it has no {_FACTS}", fix="give a folder that model.save wrote"
+    )
+
+
+def _agree(failed: str, target: Path) -> None:
+    """Raise InputError on every rank when a step failed on any of them; also a barrier."""
+    said: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(said, failed)
+    reasons = [words for words in said if words]
+    if reasons:
+        raise InputError(f"{target} cannot be saved", why=reasons[0], fix="choose a writable folder")
