@@ -171,7 +171,14 @@ def search(
 
 
 @app.command()
-def run(plan: PlanFile, text: Text = None, steps: Steps = 20, json: Json = False) -> None:
+def run(
+    plan: PlanFile,
+    text: Text = None,
+    steps: Steps = 20,
+    save: Annotated[Path | None, typer.Option(help="Write a checkpoint to this folder after the last step.")] = None,
+    resume: Annotated[Path | None, typer.Option(help="Go on from this checkpoint, of any plan of the model.")] = None,
+    json: Json = False,
+) -> None:
     """Train by PLAN in local processes, byte by byte on a text; measured beside predicted."""
     from autopar.outcome import Outcome
     from autopar.plan import Plan
@@ -181,7 +188,14 @@ def run(plan: PlanFile, text: Text = None, steps: Steps = 20, json: Json = False
     from autopar.runtime.train import run_plan
 
     with progress("run") as report:
-        done = run_plan(planned, text=None if text is None else str(text), steps=steps, progress=report)
+        done = run_plan(
+            planned,
+            text=None if text is None else str(text),
+            steps=steps,
+            save=None if save is None else str(save),
+            resume=None if resume is None else str(resume),
+            progress=report,
+        )
     outcome = Outcome(plan=planned, step_s=done.step_s, peak_memory_bytes=done.peak_memory_bytes, losses=done.losses)
     _answer(outcome.dumps() if json else _shown(*outcome_parts(outcome)))
 
