@@ -9,10 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from itertools import combinations, product
 
-from autopar.price import CostTables, score
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.price import CostTables, Int, score
 
 PAIRS_UP_TO = 100
 """Neighbours that differ in two layers are tried while layers * strategies does not exceed this."""
+ASKED = 128
+"""How many neighbours of one choice are asked whether they fit."""
 
 Cuts = tuple[int, ...]
 Columns = tuple[int, ...]
@@ -24,39 +29,100 @@ def polish(
     strategies: Columns,
     *,
     fits: Callable[[Cuts, Columns], bool],
+    lower: CostTables | None = None,
     halted: Callable[[], bool] = lambda: False,
 ) -> tuple[Cuts, Columns]:
-    """A choice that fits and has no better neighbour that fits, starting from one that fits.
+    """A choice that fits and has no better neighbour that fits among those asked, starting from one that fits.
 
     Neighbours differ in one layer, in all equal layers of one strategy, in one layer at a cut, and in small tables in
-    any two layers. O(layers * strategies) scores a step, each O(layers). Stops early when `halted`.
+    any two layers. lower: the table with memory bounded from below; what it rules out is not asked of `fits`.
+    O(layers * strategies) in numpy a step, and ASKED questions at most. Stops early when `halted`.
     """
     current = layers_per_stage, strategies
     best_ns = score(tables, *current).objective_ns
     while not halted():
-        better = sorted(
+        better = sorted(_better_singles(tables, lower, *current, best_ns))
+        better += [
             (objective_ns, choice)
             for choice in neighbours(tables, *current)
             if (objective_ns := score(tables, *choice).objective_ns) < best_ns
-        )
-        found = next((entry for entry in better if fits(*entry[1])), None)
+            and (lower is None or score(lower, *choice).fits)
+        ]
+        better.sort()
+        found = None
+        for entry in better[:ASKED]:
+            if halted():
+                break
+            if fits(*entry[1]):
+                found = entry
+                break
         if found is None:
             break
         best_ns, current = found
     return current
 
 
+def _better_singles(
+    tables: CostTables, lower: CostTables | None, layers_per_stage: Cuts, strategies: Columns, best_ns: int
+) -> Iterator[tuple[int, tuple[Cuts, Columns]]]:
+    """The choices below best_ns that differ in one layer, tied ends left out, with their objectives."""
+    chosen, stage = np.array(strategies), np.repeat(np.arange(tables.stages), layers_per_stage)
+    units = len(chosen)
+    feasible = tables.feasible.copy()
+    feasible[np.arange(units), chosen] = False
+    if tables.tied:
+        feasible[[0, -1]] = False
+    time = np.where(feasible, tables.time_ns, 0) - tables.time_ns[np.arange(units), chosen][:, None]
+    starts = np.concatenate([[True], stage[1:] != stage[:-1]])
+    ends = np.concatenate([starts[1:], [True]])
+    for layer in range(units):
+        s = chosen[layer]
+        if not starts[layer]:
+            row = tables.transition_ns[chosen[layer - 1]]
+            time[layer] += row - row[s]
+        elif layer:
+            time[layer] += tables.entry_ns - tables.entry_ns[s]
+        if not ends[layer]:
+            row = tables.transition_ns[:, chosen[layer + 1]]
+            time[layer] += row - row[s]
+        elif layer < units - 1:
+            time[layer] += tables.exit_ns - tables.exit_ns[s]
+    stage_ns = np.array(score(tables, layers_per_stage, strategies).stage_ns)
+    others = np.array([np.delete(stage_ns, i).max(initial=0) for i in range(tables.stages)])
+    changed = stage_ns[stage][:, None] + time
+    objective = stage_ns.sum() + time + (tables.micro_batches - 1) * np.maximum(others[stage][:, None], changed)
+    wanted = feasible & (objective < best_ns)
+    if lower is not None:
+        wanted &= _may_fit(lower, stage, chosen)
+    for layer, s in np.argwhere(wanted):
+        yield (
+            int(objective[layer, s]),
+            (layers_per_stage, (*strategies[:layer], int(s), *strategies[layer + 1 :])),
+        )
+
+
+def _may_fit(lower: CostTables, stage: Int, chosen: Int) -> NDArray[np.bool_]:
+    """bool[U, S]: whether the stage of a layer still fits in this table after the layer takes another strategy."""
+    units = np.arange(len(chosen))
+    kept = lower.state_bytes + np.array(lower.in_flight)[stage][:, None] * lower.saved_bytes
+    now, peak = kept[units, chosen], lower.transient_bytes[units, chosen]
+    others = np.array([peak[(stage == stage[u]) & (units != u)].max(initial=0) for u in units])
+    total = np.bincount(stage, weights=now).astype(np.int64)[stage][:, None] - now[:, None] + kept
+    needed = total + np.maximum(others[:, None], lower.transient_bytes)
+    return np.asarray(needed <= np.array(lower.budget_bytes)[stage][:, None])
+
+
 def neighbours(tables: CostTables, layers_per_stage: Cuts, strategies: Columns) -> Iterator[tuple[Cuts, Columns]]:
-    """The legal choices that differ a little from this one; some may come twice."""
+    """The legal choices that differ a little from this one in more than one layer; some may come twice."""
     feasible, last = tables.feasible, len(strategies) - 1
     options = [[s for s in range(len(tables.strategies)) if row[s]] for row in feasible]
     groups: list[tuple[int, ...]] = []
     alike: dict[tuple[bytes, int], list[int]] = {}
     for unit, s in enumerate(strategies):
         groups.append((0, last) if tables.tied and unit in (0, last) else (unit,))
-        alike.setdefault((feasible[unit].tobytes(), s), []).append(unit)
+        alike.setdefault((tables.time_ns[unit].tobytes(), s), []).append(unit)
     singles = list(dict.fromkeys(groups))
-    groups = singles + [tuple(units) for units in alike.values() if len(units) > 1]
+    groups = [*(units for units in singles if len(units) > 1), *(tuple(u) for u in alike.values() if len(u) > 1)]
     for group in groups:
         for s in options[group[0]]:
             if s != strategies[group[0]] and all(feasible[unit, s] for unit in group):

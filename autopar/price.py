@@ -14,7 +14,6 @@ an approximation for more, which the simulation of the finalists settles.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -130,25 +129,27 @@ def score(tables: CostTables, layers_per_stage: tuple[int, ...], strategies: tup
         raise ValueError(f"{layers_per_stage} / {len(strategies)} does not cover {units} layers in {tables.stages}")
     if any(count < 1 for count in layers_per_stage):
         raise ValueError(f"a stage without layers: {layers_per_stage}")
-    if not all(tables.feasible[unit, s] for unit, s in enumerate(strategies)):
+    rows, chosen = np.arange(units), np.array(strategies)
+    time = tables.time_ns[rows, chosen]
+    if (time == INFEASIBLE).any():
         raise ValueError("the choice takes an infeasible entry")
     if tables.tied and strategies[0] != strategies[-1]:
         raise ValueError("embed and head are tied but differ")
+    state, saved = tables.state_bytes[rows, chosen], tables.saved_bytes[rows, chosen]
+    transient, moves = tables.transient_bytes[rows, chosen], tables.transition_ns[chosen[:-1], chosen[1:]]
     stage_ns, stage_bytes = [], []
     first = 0
     for stage, count in enumerate(layers_per_stage):
-        chosen = list(enumerate(strategies))[first : first + count]
-        time_ns = sum(int(tables.time_ns[unit, s]) for unit, s in chosen)
-        time_ns += sum(int(tables.transition_ns[a, b]) for (_, a), (_, b) in pairwise(chosen))
+        end = first + count
+        time_ns = sum(time[first:end].tolist()) + sum(moves[first : end - 1].tolist())
         if stage > 0:
-            time_ns += int(tables.entry_ns[chosen[0][1]])
+            time_ns += int(tables.entry_ns[chosen[first]])
         if stage < tables.stages - 1:
-            time_ns += int(tables.exit_ns[chosen[-1][1]]) + tables.p2p_ns
-        kept = tables.in_flight[stage]
-        size = sum(int(tables.state_bytes[u, s]) + kept * int(tables.saved_bytes[u, s]) for u, s in chosen)
-        stage_bytes.append(size + max(int(tables.transient_bytes[u, s]) for u, s in chosen))
+            time_ns += int(tables.exit_ns[chosen[end - 1]]) + tables.p2p_ns
+        size = sum(state[first:end].tolist()) + tables.in_flight[stage] * sum(saved[first:end].tolist())
+        stage_bytes.append(size + int(transient[first:end].max()))
         stage_ns.append(time_ns)
-        first += count
+        first = end
     return Score(
         objective_ns=sum(stage_ns) + (tables.micro_batches - 1) * max(stage_ns),
         stage_ns=tuple(stage_ns),

@@ -4,7 +4,7 @@
 
 A product of M x K by K x N runs at share `product_share` of the peak, less for small tiles:
 
-    2 M K N / (peak * share) * (1 + edge (1/M + 1/K + 1/N)) * (1 + misaligned where K or N is no multiple of 64)
+    2 M K N / (peak * share) * (1 + row_edge / M + edge (1/K + 1/N)) * (1 + misaligned where K or N is no multiple of 64)
 
 Edge terms are what a memory-bound term adds for the three matrices; misalignment is what tensor cores lose on partial
 tiles. All functions are arithmetic, so that they take numbers or numpy arrays (one entry a case) alike. The shares are
@@ -34,7 +34,7 @@ class Machine:
 
     product_flops_per_s, attention_flops_per_s: peak of dense matrix products in the dtype of each;
     head_flops_per_s: of the logits; memory_bytes_per_s.
-    product_share, product_edge: see the module; head_edge: the same of 16-bit products (fp8 saturates later);
+    product_share, product_edge, row_edge: see the module; head_edge: the same of 16-bit products (fp8 saturates later);
     attention_share: of the peak, fused kernels; scores_passes: reads and writes of the score matrix by unfused ones;
     streamed_share: of the memory bandwidth, norms, activations and residuals; misaligned, misaligned_heads: the added
     share on partial tiles; loss_passes: of the logits; launch_s: host seconds of one forward of a block;
@@ -48,6 +48,7 @@ class Machine:
     product_share: Number
     head_share: Number
     product_edge: Number
+    row_edge: Number
     head_edge: Number
     attention_share: Number
     scores_passes: Number
@@ -91,9 +92,13 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class Seconds:
-    """Forward and backward of one block by cause, and those of the head; the backward without recompute."""
+    """Forward and backward of one block and its causes; the backward without recompute.
+
+    last_product_s: of the down projection, whose output a recompute that stops early never needs.
+    """
 
     products_s: Number
+    last_product_s: Number
     attention_s: Number
     attention_backward_s: Number
     streams_s: Number
@@ -101,10 +106,13 @@ class Seconds:
     backward_s: Number
 
 
-def product_s(m: Number, k: Number, n: Number, *, flops_per_s: Number, edge: Number, misaligned: Number) -> Number:
-    """Seconds of one matrix product; `flops_per_s` is the peak times its share."""
+def product_s(
+    m: Number, k: Number, n: Number, *, flops_per_s: Number, edge: Number, row_edge: Number, misaligned: Number
+) -> Number:
+    """Seconds of one matrix product over m rows (tokens); `flops_per_s` is the peak times its share."""
     partial = (np.mod(k, ALIGNMENT) > 0.5) | (np.mod(n, ALIGNMENT) > 0.5)
-    return 2 * m * k * n / flops_per_s * (1 + edge * (1 / m + 1 / k + 1 / n)) * np.where(partial, 1 + misaligned, 1.0)
+    small = 1 + row_edge / m + edge * (1 / k + 1 / n)
+    return 2 * m * k * n / flops_per_s * small * np.where(partial, 1 + misaligned, 1.0)
 
 
 def smooth_max(a: Number, b: Number, sharpness: float = 4.0) -> Number:
@@ -113,18 +121,19 @@ def smooth_max(a: Number, b: Number, sharpness: float = 4.0) -> Number:
     return most * ((a / most) ** sharpness + (b / most) ** sharpness) ** (1 / sharpness)
 
 
-def block_products_s(shape: Shape, machine: Machine) -> Number:
-    """Seconds of the four products of one forward: query-key-value, output, up (and gate), down."""
+def block_products_s(shape: Shape, machine: Machine) -> tuple[Number, Number]:
+    """Seconds of the four products of one forward (query-key-value, output, up and gate, down), and of the last."""
     s = shape
     rate = machine.product_flops_per_s * machine.product_share
     wide, kv = s.heads * s.head_dim / s.tp, np.maximum(s.kv_heads / s.tp, 1.0) * s.head_dim
     width = s.ffn * (1 + s.gated) / s.tp
 
     def one(k: Number, n: Number) -> Number:
-        edge, misaligned = machine.product_edge, machine.misaligned
-        return product_s(s.tokens, k, n, flops_per_s=rate, edge=edge, misaligned=misaligned)
+        edge, rows, misaligned = machine.product_edge, machine.row_edge, machine.misaligned
+        return product_s(s.tokens, k, n, flops_per_s=rate, edge=edge, row_edge=rows, misaligned=misaligned)
 
-    return one(s.hidden, wide + 2 * kv) + one(wide, s.hidden) + one(s.hidden, width) + one(s.ffn / s.tp, s.hidden)
+    last = one(s.ffn / s.tp, s.hidden)
+    return one(s.hidden, wide + 2 * kv) + one(wide, s.hidden) + one(s.hidden, width) + last, last
 
 
 def attention_s(shape: Shape, machine: Machine) -> tuple[Number, Number]:
@@ -158,13 +167,14 @@ def streams_s(shape: Shape, machine: Machine) -> Number:
 
 def block(shape: Shape, machine: Machine) -> Seconds:
     """Seconds of one block, collectives not included."""
-    products, streams = block_products_s(shape, machine), streams_s(shape, machine)
+    (products, last), streams = block_products_s(shape, machine), streams_s(shape, machine)
     attention, attention_backward = attention_s(shape, machine)
     launch = machine.launch_s * np.where(shape.fused_streams > 0, 0.5, 1.0) * np.where(shape.tp > 1, 1.25, 1.0)
     forward = products + attention + streams
     backward = machine.backward_ratio * products + attention_backward + 1.5 * streams
     return Seconds(
         products_s=products,
+        last_product_s=last,
         attention_s=attention,
         attention_backward_s=attention_backward,
         streams_s=streams,
@@ -182,6 +192,7 @@ def head(shape: Shape, machine: Machine) -> tuple[Number, Number]:
         s.vocab / s.tp,
         flops_per_s=machine.head_flops_per_s * machine.head_share,
         edge=machine.head_edge,
+        row_edge=machine.row_edge,
         misaligned=machine.misaligned,
     )
     loss = machine.loss_passes * 8 * s.tokens * s.vocab / s.tp / machine.memory_bytes_per_s

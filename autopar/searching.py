@@ -217,11 +217,8 @@ def _propose(pool: _Pool, tell: Progress, deadline: float | None, stop: Callable
 def _polish(pool: _Pool, bound_ns: int, tell: Progress, halted: Callable[[], bool]) -> None:
     """Better neighbours of the best choices, one a table, join the pool."""
     if pool.best_ns() > bound_ns:
-        # Near the cliff the leanest choices may be the only ones that fit.
-        for made in (pool.made.upper, pool.made.near, pool.made.lower):
-            lean = leanest_of(made)
-            if lean is not None:
-                pool.add(lean[0], *lean[1][:2])
+        if pool.best_ns() == INFEASIBLE:
+            _add_leanest(pool)
         best: dict[int, tuple[Cuts, Columns]] = {}
         for _, table, *choice in sorted((_objective(f.plan), *key) for key, f in pool.found.items() if f.fits):
             best.setdefault(table, (choice[0], choice[1]))
@@ -229,8 +226,17 @@ def _polish(pool: _Pool, bound_ns: int, tell: Progress, halted: Callable[[], boo
         for i, table in enumerate(tables):
             tell("polish", i, len(tables))
             fits = partial(pool.fits, table)
-            pool.add(table, *polish(pool.made.upper[table], *best[table], fits=fits, halted=halted))
+            made, lower = pool.made.upper[table], pool.made.lower[table]
+            pool.add(table, *polish(made, *best[table], fits=fits, lower=lower, halted=halted))
         tell("polish", len(tables), len(tables))
+
+
+def _add_leanest(pool: _Pool) -> None:
+    """The leanest choice of each side joins the pool: near the cliff it may be the only one that fits."""
+    for made in (pool.made.upper, pool.made.near, pool.made.lower):
+        lean = leanest_of(made)
+        if lean is not None:
+            pool.add(lean[0], *lean[1][:2])
 
 
 def _with_less(made: CostTables, less_bytes: int) -> CostTables:
@@ -268,10 +274,7 @@ def _certified(plan: Plan, bound_ns: int) -> Plan:
 
 def _nothing_fits(pool: _Pool, *, proven: bool) -> InfeasibleError:
     """What is missing: the leanest plan, its worst rank with its parts, and the memory that would do."""
-    for made in (pool.made.upper, pool.made.near, pool.made.lower):
-        lean = leanest_of(made)
-        if lean is not None:
-            pool.add(lean[0], *lean[1][:2])
+    _add_leanest(pool)
     plan = min((f.plan for f in pool.found.values()), key=lambda one: (_peak(one), *_rank(one)))
     budget_bytes = pool.budget_bytes
     assert plan.predicted is not None

@@ -49,10 +49,30 @@ def leanest(tables: CostTables) -> Lean | None:
 
 
 def leanest_of(tables: Sequence[CostTables]) -> tuple[int, Lean] | None:
-    """The table (its place) whose leanest choice is closest to its budget, and that choice."""
-    found = [(place, leanest(one)) for place, one in enumerate(tables)]
-    legal = [(place, lean) for place, lean in found if lean is not None]
-    return min(legal, key=lambda entry: (excess_bytes(tables[entry[0]], entry[1][2]), entry[0]), default=None)
+    """The table (its place) whose leanest choice is closest to its budget, and that choice.
+
+    Tables are looked at in the order of a lower bound on that distance, until the bound says that no other is closer.
+    """
+    best: tuple[int, int, Lean] | None = None
+    for bound, place in sorted((_least_excess(one), place) for place, one in enumerate(tables)):
+        if best is not None and (bound, place) > best[:2]:
+            break
+        lean = leanest(tables[place])
+        if lean is not None:
+            found = (excess_bytes(tables[place], lean[2]), place, lean)
+            best = found if best is None or found[:2] < best[:2] else best
+    return None if best is None else (best[1], best[2])
+
+
+def _least_excess(tables: CostTables) -> int:
+    """A lower bound on the excess of the worst stage: the P-th part of all layers at their leanest, or one layer."""
+    if not tables.feasible.any(axis=1).all():
+        return FORBIDDEN
+    kept = tables.state_bytes + min(tables.in_flight) * tables.saved_bytes
+    least = np.where(tables.feasible, kept, FORBIDDEN).min(axis=1)
+    alone = np.where(tables.feasible, kept + tables.transient_bytes, FORBIDDEN).min(axis=1)
+    whole = -(-(int(least.sum()) - sum(tables.budget_bytes)) // tables.stages)
+    return max(whole, int(alone.max()) - max(tables.budget_bytes))
 
 
 def _leanest(tables: CostTables, allowed: NDArray[np.bool_]) -> Lean | None:
