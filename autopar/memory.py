@@ -15,8 +15,10 @@ the highest moment. What it follows is FSDP2 of torch 2.13 with one unit a layer
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import ceil
 from typing import Literal
 
@@ -84,12 +86,12 @@ class Unit:
         """The rank's share of a size that ZeRO cuts."""
         return -(-size_bytes // self.shards)
 
-    @property
+    @cached_property
     def kept_bytes(self) -> int:
         """What a live micro-batch keeps from this layer's forward to its backward."""
         return self.input_bytes if self.recompute else self.saved_bytes
 
-    @property
+    @cached_property
     def later_backward_peak_bytes(self) -> int:
         """The working set of a backward that adds to gradients that already exist: one new gradient at a time.
 
@@ -132,7 +134,8 @@ def walk(
     buffers_bytes: int = 0,
     held_bytes: int = 0,
 ) -> RankMemory:
-    """The peak of one rank over a step and its parts, in O(units * actions).
+    """The peak of one rank over a step and its parts, in O(units): a repeated action that finds what it left is not
+    walked again, whatever the number of micro-batches.
 
     units: the layers of its stage; order: its forwards and backwards; buffers_bytes: what the stage keeps for the
     whole step to receive into; held_bytes: what each live micro-batch holds at the ends of the stage beside the
@@ -145,17 +148,39 @@ def walk(
         ledger.add("optimizer", unit.share(unit.trainable_bytes) * OPTIMIZER_COPIES[optimizer])
     ledger.add("communication", buffers_bytes)
     ledger.look(0)
-    for kind, _ in order:
-        if kind == "F":
-            state.forward()
-            ledger.add("activations", held_bytes)
-            ledger.look(0)
-        else:
-            state.backward()
-            ledger.add("activations", -held_bytes)
+    phases = re.finditer("(?:BF)+|F+|B+", "".join(kind for kind, _ in order))
+    for phase in (match[0] for match in phases):
+        pattern = "BF" if phase.startswith("BF") else phase[0]
+        _repeat(state, pattern, len(phase) // len(pattern), held_bytes)
     largest_bytes = max(unit.share(unit.largest_parameter_bytes) for unit in units)
     ledger.look(largest_bytes * OPTIMIZER_TEMPORARIES[optimizer])
     return RankMemory(peak_bytes=ledger.peak_bytes, parts_bytes=ledger.peak)
+
+
+def _repeat(state: _State, pattern: str, times: int, held_bytes: int) -> None:
+    """Walk a pattern of forwards and backwards so many times; after two alike rounds the rest is known.
+
+    Alike rounds differ in the activations alone, by as much each time: the highest moment of all is in the last of
+    them when these grow, in the first when not.
+    """
+    ledger, done = state.ledger, 0
+    while done < times:
+        before, signature = ledger.live["activations"], state.signature
+        for kind in pattern:
+            if kind == "F":
+                state.forward()
+                ledger.add("activations", held_bytes)
+                ledger.look(0)
+            else:
+                state.backward()
+                ledger.add("activations", -held_bytes)
+        done += 1
+        if signature == state.signature:
+            growth_bytes = ledger.live["activations"] - before
+            left = times - done - (1 if growth_bytes > 0 else 0)
+            if left > 0:
+                ledger.add("activations", left * growth_bytes)
+                done += left
 
 
 @dataclass(kw_only=True)
@@ -167,6 +192,12 @@ class _State:
     optimizer: Optimizer
     graded: set[int] = field(default_factory=set)
     unsharded: set[int] = field(default_factory=set)
+
+    @property
+    def signature(self) -> tuple[object, ...]:
+        """All that the next action depends on but the activations, by which it adds the same anyway."""
+        others = tuple(size for part, size in self.ledger.live.items() if part != "activations")
+        return others, frozenset(self.graded), frozenset(self.unsharded)
 
     def forward(self) -> None:
         ledger, buffer_bytes = self.ledger, 0

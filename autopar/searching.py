@@ -253,10 +253,11 @@ def _objective(plan: Plan) -> int:
     return plan.certificate.objective_ns
 
 
-def _rank(plan: Plan) -> tuple[float, int, int, int, str]:
-    """Fastest simulated first; then fewer stages, fewer micro-batches, less memory."""
+def _rank(plan: Plan) -> tuple[float, int, int, int, tuple[object, ...]]:
+    """Fastest simulated first; then fewer stages, fewer micro-batches, less memory, and any fixed order."""
     assert plan.predicted is not None
-    return plan.predicted.step_s, plan.pp, plan.num_micro_batches, _peak(plan), plan.dumps()
+    rest = (plan.schedule, plan.layers_per_stage, tuple(strategy.short for strategy in plan.strategies))
+    return plan.predicted.step_s, plan.pp, plan.num_micro_batches, _peak(plan), rest
 
 
 def _certified(plan: Plan, bound_ns: int) -> Plan:
