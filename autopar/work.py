@@ -62,7 +62,8 @@ def layer_work(
     """The work of a layer with `samples` samples on each of its dp ranks.
 
     ZeRO-2 and ZeRO-3 gather once for the forward of each micro-batch, ZeRO-3 again for the backward, and both
-    reduce-scatter in each backward; replicas all-reduce their gradients once a step.
+    reduce-scatter in each backward, with HSDP followed by an all-reduce of the shards; replicas all-reduce their
+    gradients once a step.
     """
     place = mesh.place(strategy)
     ranks_per_node = cluster.ranks_per_node
@@ -89,7 +90,13 @@ def layer_work(
         origins += [gather.origin, scatter.origin]
         again_s = gather.seconds if strategy.zero == 3 else 0.0
         zero_forward_s = exposed_s(gather.seconds, forward.seconds, links)
-        zero_backward_s = exposed_s(again_s + scatter.seconds, backward_s, links)
+        reduce_s = scatter.seconds
+        if place.dp_replicate:
+            shared_bytes = cost.trainable_bytes / strategy.state_shards
+            across = seconds(links, "all_reduce", shape_of(mesh, place.dp_replicate, ranks_per_node), shared_bytes)
+            origins.append(across.origin)
+            reduce_s += across.seconds
+        zero_backward_s = exposed_s(again_s + reduce_s, backward_s, links)
     elif strategy.dp > 1:
         sync = seconds(links, "all_reduce", shape_of(mesh, place.dp, ranks_per_node), cost.trainable_bytes)
         origins.append(sync.origin)

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.errors import InputError
 from autopar.formats import dumps, from_plain, read_file, to_plain, write_file
-from autopar.runtime.gradients import HeldParameter, whole
+from autopar.runtime.gradients import HeldParameter, shard_of, whole
 
 CHECKPOINT_KIND, CHECKPOINT_SCHEMA = "autopar.checkpoint", 1
 _FACTS = "autopar.json"
@@ -224,12 +224,7 @@ def piece(entry: HeldParameter, full: Tensor) -> Tensor:
     if cut is not None:
         full = cut.plan.shard(cut.name, full, cut.plan.coordinates[dist.get_rank(cut.group)])
     parameter = entry.parameter
-    if not isinstance(parameter, DTensor):
-        return full
-    # fully_shard cuts the first dimension in equal chunks, the last ones shorter or empty.
-    chunks = full.chunk(parameter.device_mesh.size(), 0)
-    rank = parameter.device_mesh.get_local_rank()
-    return chunks[rank] if rank < len(chunks) else full[:0]
+    return shard_of(parameter, full) if isinstance(parameter, DTensor) else full
 
 
 def _settings(optimizer: torch.optim.Optimizer | None) -> str:

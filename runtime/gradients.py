@@ -73,6 +73,18 @@ def whole(entry: HeldParameter, tensor: Tensor) -> Tensor:
     return cut.plan.unshard(cut.name, pieces)
 
 
+def shard_of(parameter: DTensor, full: Tensor) -> Tensor:
+    """The rows of a tensor that this rank holds of a sharded parameter with as many rows.
+
+    fully_shard cuts the first dimension in equal chunks, the last ones shorter or empty; of a (replicate, shard) mesh
+    the last dimension cuts.
+    """
+    mesh = parameter.device_mesh
+    chunks = full.chunk(mesh.size(mesh.ndim - 1), 0)
+    rank = mesh.get_local_rank(mesh.ndim - 1)
+    return chunks[rank] if rank < len(chunks) else full[:0]
+
+
 def reduce_gradients(held: Sequence[HeldParameter]) -> None:
     """Sum the gradients of replicated layers over their data-parallel ranks, in one fixed order on all of them.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -24,7 +25,7 @@ class RankGroups:
         self.rank = dist.get_rank()
         self.stage, self.place = divmod(self.rank, mesh.ranks_per_stage)
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {tuple(range(mesh.world_size)): dist.group.WORLD}
-        self._meshes: dict[tuple[int, ...], DeviceMesh] = {}
+        self._meshes: dict[tuple[tuple[str, ...], tuple[str, ...]], DeviceMesh] = {}
 
     def _group(self, mine: tuple[int, ...], everyone: list[tuple[int, ...]]) -> dist.ProcessGroup:
         for ranks in everyone:
@@ -41,13 +42,20 @@ class RankGroups:
         everyone = [ranks for stage in range(self.mesh.pp) for ranks in self.mesh.groups(axes, stage)]
         return self._group(self.mesh.group(self.rank, axes), everyone)
 
-    def mesh_along(self, axes: tuple[str, ...]) -> DeviceMesh:
-        """The same as a one-dimensional DeviceMesh, as fully_shard takes it."""
-        ranks = self.mesh.group(self.rank, axes)
-        group = self.along(axes)
-        if ranks not in self._meshes:
-            self._meshes[ranks] = DeviceMesh.from_group(group, self.device)
-        return self._meshes[ranks]
+    def mesh_along(self, shard: tuple[str, ...], replicate: tuple[str, ...] = ()) -> DeviceMesh:
+        """The data-parallel ranks of this rank as fully_shard takes them: (shard) or (replicate, shard)."""
+        key = (shard, replicate)
+        if key not in self._meshes:
+            group = self.along(shard)
+            if replicate:
+                across = self.mesh.group(self.rank, replicate)
+                ranks = torch.tensor([self.mesh.group(rank, shard) for rank in across])
+                self._meshes[key] = DeviceMesh.from_group(
+                    [self.along(replicate), group], self.device, mesh=ranks, mesh_dim_names=("replicate", "shard")
+                )
+            else:
+                self._meshes[key] = DeviceMesh.from_group(group, self.device)
+        return self._meshes[key]
 
     def pipeline(self) -> dist.ProcessGroup:
         """The group of the ranks with this place on every stage, in stage order."""
@@ -66,8 +74,10 @@ class RankGroups:
         """Make all groups that these placements need, so that later calls are no collectives."""
         names = self.mesh.names
         sets = {names, *((name,) for name in names)}
-        sets |= {axes for placed in placements for axes in (placed.tp, placed.dp) if axes}
-        for axes in sorted(sets):
+        sets |= {
+            axes for placed in placements for axes in (placed.tp, placed.dp, placed.dp_shard, placed.dp_replicate)
+        }
+        for axes in sorted(sets - {()}):
             self.along(axes)
         if self.mesh.pp > 1:
             self.pipeline()

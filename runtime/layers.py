@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autopar.axes import Layout
 from autopar.plan import Plan
-from autopar.runtime.gradients import HeldParameter, TensorParallelCut
+from autopar.runtime.gradients import HeldParameter, TensorParallelCut, shard_of
 from autopar.runtime.groups import RankGroups
 from autopar.runtime.randomness import BlockStream, agreed_seed
 from autopar.runtime.relayout import GroupOf, relayout
@@ -194,7 +194,8 @@ def _shard(body: StageBody, plan: Plan, groups: RankGroups) -> None:
         modules = [m for m in modules if not _contains_blocks(m, body)]
         covered |= {p for m in modules for p in m.parameters()}
         if modules:
-            device_mesh = groups.mesh_along(mesh.place(strategy).dp)
+            placed = mesh.place(strategy)
+            device_mesh = groups.mesh_along(placed.dp_shard, placed.dp_replicate)
             shard_modules(modules, device_mesh, keep_unsharded=strategy.zero == 2)
     named = {id(p) for layer in sharded for p in structure.layer_parameters(body.model, layer).values()}
     ignored = {p for p in body.parameters() if id(p) not in named}
@@ -225,12 +226,12 @@ def _held(
             if id(parameter) in seen:
                 continue
             seen.add(id(parameter))
-            share: float | Tensor = 1.0 if strategy.zero else 1.0 / strategy.dp
+            share: float | Tensor = strategy.state_shards / strategy.dp
             cut = None
             if layer - 1 in block_plans:
                 block_plan, _ = block_plans[layer - 1]
                 cut = TensorParallelCut(plan=block_plan, name=name.removeprefix(prefix), group=groups.along(placed.tp))
-                share = share * _tensor_share(block_plan, cut.name, parameter, groups.along(placed.dp))
+                share = share * _tensor_share(block_plan, cut.name, parameter)
             in_both = across and name in tied
             found.append(
                 HeldParameter(
@@ -248,9 +249,7 @@ def _held(
     return found
 
 
-def _tensor_share(
-    plan: BlockPlan, name: str, parameter: nn.Parameter, dp_group: torch.distributed.ProcessGroup
-) -> float | Tensor:
+def _tensor_share(plan: BlockPlan, name: str, parameter: nn.Parameter) -> float | Tensor:
     """One over the number of tensor-parallel ranks that hold each element of this rank's piece.
 
     A number where it is the same for all elements, otherwise a tensor that broadcasts over the piece (fused weights
@@ -269,8 +268,5 @@ def _tensor_share(
     if bool((share == share.flatten()[0]).all()):
         return float(share.flatten()[0])
     if isinstance(parameter, DTensor) and share.shape[0] > 1:
-        # fully_shard cuts the first dimension in equal chunks, the last ones shorter or empty.
-        chunks = share.chunk(torch.distributed.get_world_size(dp_group))
-        rank = torch.distributed.get_rank(dp_group)
-        share = chunks[rank] if rank < len(chunks) else share[:0]
+        share = shard_of(parameter, share)
     return share.to(parameter.device)

@@ -64,6 +64,12 @@ PLANS: dict[str, tuple[str, list[str], int, dict[str, Any]]] = {
         4,
         {"pp": 2, "layers_per_stage": [3, 3], "micro_batches": 2},
     ),
+    "shards of half, repeated": (
+        LLAMA4,
+        ["dp4-z3-h2", "dp4-z3-h2", "tp4", "dp4-z2-h2-r", "dp2-z3-tp2s", "dp4-z3-h2"],
+        4,
+        {"micro_batches": 2},
+    ),
     "three by two ranks": (
         LLAMA.format(layers=4, more="").replace("heads=4", "heads=6").replace("heads=2", "heads=3")
         .replace("hidden_size=32", "hidden_size=48"),
