@@ -74,14 +74,16 @@ OTHER = (
 COMPOSED = ("vtrain-single",)
 """Sources whose times were put together by a formula: reported apart, never fitted."""
 
-# Bytes a second that leave one node, all cards together: stated by the source, or the class's usual network.
+# Bytes a second that leave one node, all cards together: stated by the source, or the class's usual network. Jean
+# Zay's are measured, not nominal: bus bandwidth of 4 GB all-reduces over 4 nodes in the source's own repository
+# (bigscience, experiments/bandwidth/all_reduce_bench-a100-n4.txt, all_reduce_bench-32gb-n4.txt).
 NODE_BYTES_PER_S = {
     ("llm-foundry", "A100"): 200e9,
     ("llm-foundry", "H100"): 400e9,
     ("vtrain-multi", "A100"): 100e9,
     ("vtrain-single", "A100"): 100e9,
-    ("bigscience-tr11", "A100"): 50e9,
-    ("bigscience-1b3-v100", "V100"): 50e9,
+    ("bigscience-tr11", "A100"): 5.06e9,
+    ("bigscience-1b3-v100", "V100"): 10.59e9,
     ("internevo", "A100"): 50e9,
     ("dlperf-gpt", "V100"): 12.5e9,
     ("alpa-intra", "V100"): 3.1e9,
@@ -98,6 +100,7 @@ class Case:
 
     micro_batch: samples of a rank, a mean where the last one is smaller; chunks: virtual stages of a rank;
     state_shards: over how many ranks the optimizer is cut; node_bytes_per_s: what leaves a node;
+    stops_early: a recompute ends with the last input that the backward needs (torch's non-reentrant checkpoint, XLA);
     fused_accumulation: the product of a weight gradient adds to the sum itself; overlap_dp, overlap_tp: collectives
     run beside compute; kernel: "plain", "flash1" or "flash".
     """
@@ -123,6 +126,7 @@ class Case:
     gradient_bytes: int
     ranks_per_node: int
     node_bytes_per_s: float
+    stops_early: bool
     fused_accumulation: bool
     overlap_dp: bool
     overlap_tp: bool
@@ -149,7 +153,19 @@ class Case:
         return (
             self.source,
             self.gpu,
-            *(a.layers, a.hidden, a.heads, a.ffn, a.vocab, self.sequence, self.fp8, self.tp, self.pp, self.cp, self.dp),
+            *(
+                a.layers,
+                a.hidden,
+                a.heads,
+                a.ffn,
+                a.vocab,
+                self.sequence,
+                self.fp8,
+                self.tp,
+                self.pp,
+                self.cp,
+                self.dp,
+            ),
             *(self.chunks, self.micro_batch, self.global_batch, self.recompute, self.zero, self.shard, self.compiled),
         )
 
@@ -340,6 +356,7 @@ def map_record(r: dict[str, Any], heads: Mapping[tuple[str, int], int] = Mapping
         gradient_bytes=gradient_bytes,
         ranks_per_node=per_node,
         node_bytes_per_s=NODE_BYTES_PER_S.get((source, gpu), USUAL_NODE_BYTES_PER_S[gpu]),
+        stops_early=source in ("llm-foundry", "fms-fsdp", "alpa-intra"),
         fused_accumulation=nvidia or source == "selective-recompute-T5",
         overlap_dp=nvidia or source in overlapping or str(r.get("framework")).startswith("OneFlow"),
         overlap_tp=nvidia,
@@ -434,7 +451,9 @@ def _batch(r: dict[str, Any], tp: int, pp: int, dp: int, assumed: list[str]) -> 
         elif pp == 1 and source in ("megatron-2020-weak", "alpa-intra"):
             micro = local
         elif source in ("megatron-sc21", "megatron-jan21"):
-            micro = min(local, 8 if tp * pp <= 8 and tp * pp in (1, 2, 4) else (4 if pp == 1 else (2 if pp <= 4 else 1)))
+            micro = min(
+                local, 8 if tp * pp <= 8 and tp * pp in (1, 2, 4) else (4 if pp == 1 else (2 if pp <= 4 else 1))
+            )
             assumed.append("micro-batch")
         else:
             micro = min(1.0, local)
@@ -474,9 +493,14 @@ def _seconds(
 
 def model_flops(arch: Architecture, sequence: int, batch: float) -> float:
     """FLOPs of a step without recompute: 6 per parameter and token, 12 L h s for attention, not halved."""
-    return 3 * batch * sequence * (
-        arch.layers * (2 * arch.block_products + 4 * sequence * arch.heads * arch.head_dim)
-        + 2 * arch.hidden * arch.vocab
+    return (
+        3
+        * batch
+        * sequence
+        * (
+            arch.layers * (2 * arch.block_products + 4 * sequence * arch.heads * arch.head_dim)
+            + 2 * arch.hidden * arch.vocab
+        )
     )
 
 

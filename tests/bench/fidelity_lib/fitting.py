@@ -46,7 +46,9 @@ def fit(
     place = np.array([sources.index(case.source) if sources else 0 for case in b.cases])
 
     def coefficients(z: Array) -> dict[str, float]:
-        return prior | {name: prior[name] * float(np.exp(np.clip(v, -4, 4))) for name, v in zip(names, z, strict=False)}
+        return prior | {
+            name: prior[name] * float(np.exp(np.clip(v, -4, 4))) for name, v in zip(names, z, strict=False)
+        }
 
     def residuals(z: Array) -> Array:
         log_s = np.log(predict(b, coefficients(z), off))

@@ -77,7 +77,17 @@ def kendall(cases: Sequence[Case], predicted: Array) -> tuple[float | None, int]
     groups: dict[tuple[object, ...], list[int]] = defaultdict(list)
     for i, case in enumerate(cases):
         a = case.arch
-        key = (case.source, case.gpu, a.layers, a.hidden, a.ffn, case.sequence, case.fp8, case.ranks, case.global_batch)
+        key = (
+            case.source,
+            case.gpu,
+            a.layers,
+            a.hidden,
+            a.ffn,
+            case.sequence,
+            case.fp8,
+            case.ranks,
+            case.global_batch,
+        )
         groups[key].append(i)
     agree = pairs = 0
     for members in groups.values():

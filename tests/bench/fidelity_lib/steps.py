@@ -34,10 +34,12 @@ class Coefficient:
 
 COEFFICIENTS: dict[str, Coefficient] = {
     "product_share": Coefficient(start=0.78, spread=0.2, meaning="share of the 16-bit peak of a large product"),
-    "product_edge": Coefficient(start=250.0, spread=0.6, meaning="elements: loss of small sides of a product"),
+    "product_edge": Coefficient(start=250.0, spread=0.6, meaning="elements: loss of narrow matrices of a product"),
+    "row_edge": Coefficient(start=250.0, spread=0.6, meaning="tokens: loss of few rows of a product"),
     "fp8_share": Coefficient(start=0.70, spread=0.3, meaning="share of the fp8 peak of a large product"),
     "fp8_edge": Coefficient(start=500.0, spread=0.7, meaning="the same loss in fp8"),
     "attention_share": Coefficient(start=0.40, spread=0.4, meaning="share of the peak in fused attention"),
+    "backward_ratio": Coefficient(start=2.0, spread=0.08, meaning="backward over forward of products"),
     "old_attention": Coefficient(start=0.75, spread=0.4, meaning="first-generation fused attention, relative"),
     "scores_passes": Coefficient(start=14.0, spread=0.6, meaning="passes over the scores of unfused attention"),
     "streamed": Coefficient(start=1.0, spread=0.5, meaning="element-wise traffic relative to the count"),
@@ -49,6 +51,7 @@ COEFFICIENTS: dict[str, Coefficient] = {
     "node_alpha_s": Coefficient(start=25e-6, spread=0.6, meaning="latency inside a node"),
     "network_share": Coefficient(start=0.8, spread=0.4, meaning="share of the network's nominal rate"),
     "network_alpha_s": Coefficient(start=40e-6, spread=0.7, meaning="latency across nodes"),
+    "shard_hop_s": Coefficient(start=0.5e-3, spread=1.0, meaning="seconds a rank of an optimizer's shard group adds"),
     "dp_exposed": Coefficient(start=0.5, spread=0.6, meaning="exposed share of overlapped gradient sync"),
     "tp_exposed": Coefficient(start=0.4, spread=0.5, meaning="exposed share of overlapped tp collectives"),
     "contention": Coefficient(start=0.2, spread=0.7, meaning="what hidden gathers slow the compute"),
@@ -113,7 +116,7 @@ def batch(cases: Sequence[Case]) -> Batch:
         **{
             name: column([getattr(c, name) for c in cases])
             for name in ("num_micro_batches", "pp", "dp", "chunks", "gradient_bytes", "ranks_per_node", "ranks")
-            + ("node_bytes_per_s", "overlap_dp", "overlap_tp", "fused_accumulation", "fp8", "zero")
+            + ("node_bytes_per_s", "overlap_dp", "overlap_tp", "fused_accumulation", "stops_early", "fp8", "zero")
         },
         "full": column([c.recompute == "full" for c in cases]),
         "selective": column([c.recompute == "selective" for c in cases]),
@@ -156,7 +159,7 @@ def parts(b: Batch, c: Mapping[str, float | Array], off: frozenset[str] = frozen
     s = b.shape
     zero = np.zeros(len(b.cases))
     peak, fp8 = b["peak"], b["fp8"] > 0
-    edge = 0.0 if "edges" in off else c["product_edge"]
+    edge, fp8_edge = (0.0, 0.0) if "edges" in off else (c["product_edge"], c["fp8_edge"])
     machine = roofline.Machine(
         product_flops_per_s=np.where(fp8, 2 * peak, peak),
         head_flops_per_s=peak,
@@ -164,8 +167,9 @@ def parts(b: Batch, c: Mapping[str, float | Array], off: frozenset[str] = frozen
         memory_bytes_per_s=b["memory"],
         product_share=np.where(fp8, c["fp8_share"], c["product_share"]),
         head_share=c["product_share"],
-        product_edge=np.where(fp8, 0.0 if "edges" in off else c["fp8_edge"], edge),
+        product_edge=np.where(fp8, fp8_edge, edge),
         head_edge=edge,
+        row_edge=np.where(fp8, fp8_edge, 0.0 if "edges" in off else c["row_edge"]),
         attention_share=c["attention_share"] * np.where(b["old_kernel"] > 0, c["old_attention"], 1.0),
         scores_passes=c["scores_passes"],
         streamed_share=1.0 / c["streamed"],
@@ -173,10 +177,12 @@ def parts(b: Batch, c: Mapping[str, float | Array], off: frozenset[str] = frozen
         misaligned_heads=0.0 if "tiles" in off else c["misaligned_heads"],
         loss_passes=c["loss_passes"],
         launch_s=0.0 if "launch" in off else c["launch_s"],
+        backward_ratio=c["backward_ratio"],
     )
     block = roofline.block(s, machine)
     forward, backward = block.forward_s, block.backward_s
-    again = np.where(b["full"] > 0, forward, np.where(b["selective"] > 0, block.attention_s, 0.0))
+    stop = np.where(b["stops_early"] > 0, block.last_product_s, 0.0)
+    again = np.where(b["full"] > 0, forward - stop, np.where(b["selective"] > 0, block.attention_s, 0.0))
 
     node_rate = b["nvlink"] * c["node_share"]
     net_rate = b["node_bytes_per_s"] * c["network_share"]
@@ -214,7 +220,9 @@ def parts(b: Batch, c: Mapping[str, float | Array], off: frozenset[str] = frozen
     local = collective_s(1.0, zero + 3, inside, gather_bytes, node_rate, c["node_alpha_s"] + zero)
     wide = b["gradient_bytes"] / 2
     across = np.maximum(n / inside, 1.0)
-    local_scatter = local * wide + collective_s(2.0, hops, across, gather_bytes * wide / inside, share / inside, dp_alpha)
+    local_scatter = local * wide + collective_s(
+        2.0, hops, across, gather_bytes * wide / inside, share / inside, dp_alpha
+    )
     gather = np.where(b["hsdp"] > 0, local, whole)
     scatter = np.where(b["hsdp"] > 0, local_scatter, whole * wide)
     sharded = (b["zero"] == 3) & ("fsdp" not in off)
@@ -236,16 +244,19 @@ def parts(b: Batch, c: Mapping[str, float | Array], off: frozenset[str] = frozen
     if "sends" in off:
         send = zero
 
-    stage = (b["layers"] * b["block_parameters"] / b["pp"] + s.vocab * s.hidden * np.where(
-        b["pp"] > 1, 1.0, np.where(b["tied"] > 0, 1.0, 2.0)
-    )) / s.tp
+    stage = (
+        b["layers"] * b["block_parameters"] / b["pp"]
+        + s.vocab * s.hidden * np.where(b["pp"] > 1, 1.0, np.where(b["tied"] > 0, 1.0, 2.0))
+    ) / s.tp
     sync = collective_s(1.0, 4 * hops, n, stage * (b["gradient_bytes"] + 2), dp_rate, dp_alpha)
+    shards = np.where(b["zero"] > 0, np.where(b["shard"] < b["dp"], b["shard"], n), 1.0)
+    if "hops" not in off:
+        sync = sync + c["shard_hop_s"] * np.maximum(shards - per_node, 0.0)
     hidden_s = 0.8 * b["layers"] / b["pp"] * backward
     x = c["dp_exposed"]
     sync = np.where(b["overlap_dp"] > 0, x * sync + np.maximum((1 - x) * sync - hidden_s, 0.0), sync)
     sync = np.where((b["zero"] == 3) | ("sync" in off), 0.0, sync)
     # The optimizer streams over its share of the states (34 bytes an element) and writes all parameters.
-    shards = np.where(b["zero"] > 0, np.where(b["shard"] < b["dp"], b["shard"], n), 1.0)
     states = 34 * stage / shards + 6 * stage * np.where(b["zero"] == 3, 0.1, 1.0)
     update = c["optimizer_passes"] * states / b["memory"]
     if "optimizer" in off:
