@@ -4,7 +4,7 @@
 
 A product of M x K by K x N runs at share `product_share` of the peak, less for small tiles:
 
-    2 M K N / (peak * share) * (1 + row_edge / M + edge (1/K + 1/N)) * (1 + misaligned where K or N is no multiple of 64)
+    2 M K N / (peak * share) * (1 + row_edge / M + edge (1/K + 1/N)) * (1 + misaligned, K or N no multiple of 64)
 
 Edge terms are what a memory-bound term adds for the three matrices; misalignment is what tensor cores lose on partial
 tiles. All functions are arithmetic, so that they take numbers or numpy arrays (one entry a case) alike. The shares are
@@ -34,7 +34,7 @@ class Machine:
 
     product_flops_per_s, attention_flops_per_s: peak of dense matrix products in the dtype of each;
     head_flops_per_s: of the logits; memory_bytes_per_s.
-    product_share, product_edge, row_edge: see the module; head_edge: the same of 16-bit products (fp8 saturates later);
+    product_share, product_edge, row_edge: see the module; head_edge: for 16 bits (fp8 saturates later);
     attention_share: of the peak, fused kernels; scores_passes: reads and writes of the score matrix by unfused ones;
     streamed_share: of the memory bandwidth, norms, activations and residuals; misaligned, misaligned_heads: the added
     share on partial tiles; loss_passes: of the logits; launch_s: host seconds of one forward of a block;
