@@ -31,6 +31,7 @@ from autopar.runtime.pipelining import Pipeline
 from autopar.runtime.spec import describe
 from autopar.runtime.stage import LossFunction, StageModule
 from autopar.runtime.structure import Probe, probe
+from autopar.runtime.world import equalise, join_world
 
 _PROBE_SAMPLES, _PROBE_TOKENS = 3, 8
 
@@ -49,9 +50,9 @@ def parallelize(
     example: a small batch (3 samples) for models whose input cannot be made up from their signature.
     Raises InputError when the plan was made for another model or world, or cannot run on this one.
     """
-    _join_world(plan)
+    join_world(plan)
     batch = dict(example) if example is not None else _example(model, plan)
-    _equalise(model)
+    equalise(model)
     found = probe(model, batch)
     max_tp = max(strategy.tp for strategy in plan.strategies)
     described = describe(model, found, source=plan.model.source, name=plan.model.name, max_tp=max_tp)
@@ -316,32 +317,3 @@ def _example(model: nn.Module, plan: Plan) -> dict[str, Tensor]:
     batch = example_batch(model, samples=_PROBE_SAMPLES, sequence=tokens)
     device = next(model.parameters()).device
     return {name: value.to(device) for name, value in batch.items()}
-
-
-def _join_world(plan: Plan) -> None:
-    """Make sure that a process group of the plan's world size exists; a plan for one rank needs no launcher."""
-    if not dist.is_initialized():
-        backend = "nccl" if plan.cluster.device == "cuda" else "gloo"
-        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-            dist.init_process_group(backend)
-        elif plan.cluster.world_size == 1:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    if world != plan.cluster.world_size:
-        raise InputError(
-            f"the plan is for {plan.cluster.world_size} ranks, {world} are running",
-            why="cluster.world_size of the plan and the size of the process group differ",
-            fix=f"start it with torchrun --nproc-per-node {plan.cluster.world_size}, or search again for {world}",
-        )
-
-
-def _equalise(model: nn.Module) -> None:
-    """Give every rank rank 0's weights and buffers unless all are equal already."""
-    tensors = [*model.parameters(), *model.buffers()]
-    marks = torch.stack([t.detach().double().sum().cpu() for t in tensors if t.numel()])
-    lowest, highest = marks.clone(), marks.clone()
-    dist.all_reduce(lowest, op=dist.ReduceOp.MIN)
-    dist.all_reduce(highest, op=dist.ReduceOp.MAX)
-    if not torch.equal(lowest.nan_to_num(), highest.nan_to_num()):
-        for tensor in tensors:
-            dist.broadcast(tensor.detach(), src=0)

@@ -289,3 +289,13 @@ def _steps(wrapped: ParallelModel, optimizer: Any, steps: tuple[int, ...]) -> li
         optimizer.step()
         optimizer.zero_grad()
     return losses
+
+
+def sampled() -> list[int]:
+    """The places of a dataset of 16 that this rank's sampler gives, in two stages of two ranks."""
+    source = (
+        "LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=64)"
+    )
+    plan = make_plan(source, ["dp2"] * 4, world=4, pp=2, layers_per_stage=[2, 2], micro_batches=2)
+    wrapped = parallelize(build_model(source), plan)
+    return list(wrapped.sampler(torch.utils.data.TensorDataset(torch.arange(16))))

@@ -41,3 +41,9 @@ def test_refusals_say_why_on_every_rank(case: str, size: int, words: str, ranks:
 def test_differently_seeded_ranks_start_from_the_weights_of_the_first(ranks: Ranks) -> None:
     for found in ranks("unequal_start", 2):
         assert found["loss"] == pytest.approx(found["expected"], rel=1e-6)
+
+
+def test_sampler_deals_the_dataset_once_over_the_ranks_of_a_stage(ranks: Ranks) -> None:
+    places = ranks("sampled", 4)
+    assert sorted(places[0] + places[1]) == list(range(16))
+    assert places[2:] == places[:2]

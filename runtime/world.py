@@ -1,0 +1,41 @@
+"""The ranks before a plan is applied: one process group of the right size, and equal weights on all of them."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from autopar.errors import InputError
+from autopar.plan import Plan
+
+
+def join_world(plan: Plan) -> None:
+    """Make sure that a process group of the plan's world size exists; a plan for one rank needs no launcher."""
+    if not dist.is_initialized():
+        backend = "nccl" if plan.cluster.device == "cuda" else "gloo"
+        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+            dist.init_process_group(backend)
+        elif plan.cluster.world_size == 1:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if world != plan.cluster.world_size:
+        raise InputError(
+            f"the plan is for {plan.cluster.world_size} ranks, {world} are running",
+            why="cluster.world_size of the plan and the size of the process group differ",
+            fix=f"start it with torchrun --nproc-per-node {plan.cluster.world_size}, or search again for {world}",
+        )
+
+
+def equalise(model: nn.Module) -> None:
+    """Give every rank rank 0's weights and buffers unless all are equal already."""
+    tensors = [*model.parameters(), *model.buffers()]
+    marks = torch.stack([t.detach().double().sum().cpu() for t in tensors if t.numel()])
+    lowest, highest = marks.clone(), marks.clone()
+    dist.all_reduce(lowest, op=dist.ReduceOp.MIN)
+    dist.all_reduce(highest, op=dist.ReduceOp.MAX)
+    if not torch.equal(lowest.nan_to_num(), highest.nan_to_num()):
+        for tensor in tensors:
+            dist.broadcast(tensor.detach(), src=0)
