@@ -58,6 +58,7 @@ def solve_pipeline(
     deadline: float | None = None,
     stop: Callable[[], bool] | None = None,
     max_strategies: int | None = None,
+    within: float | None = None,
     engine: Engine = "numpy",
 ) -> tuple[TableChoice, ...]:
     """The best choices of the `shortlist` best tables, by objective, then place; empty when nothing fits anywhere.
@@ -65,7 +66,7 @@ def solve_pipeline(
     Tables are searched in the order of a cheap lower bound; those that cannot enter the shortlist are not. deadline: a
     moment of `time.monotonic()` after which the best so far is returned, with its gap; stop: asked between two
     segments, for the same. Then the choices may be "gap", and tables that were not reached are missing.
-    max_strategies: at most so many distinct ones over the layers between the first and the last; engine: "numba"
+    max_strategies: at most so many distinct ones over the layers between the first and the last. engine: "numba"
     compiles the inner loops where it is installed, with the same result.
     Raises RunError when stopped before anything was found, ValueError for shortlist < 1.
     """
@@ -85,6 +86,8 @@ def solve_pipeline(
     lower, stopped = INFEASIBLE, False
     while queue and not stopped:
         worst = best[shortlist - 1] if len(best) >= shortlist else (FORBIDDEN, 0)
+        if within is not None and best:
+            worst = min(worst, (int(best[0][0] * (1 + within)) + 1, 0))
         if queue[0] >= worst:
             break
         if halted():
@@ -110,6 +113,8 @@ def solve_pipeline(
             why=f"{len(queue)} of {len(tables)} tables were not reached",
             fix="give it more time",
         )
+    if within is not None:
+        best = [entry for entry in best if entry[0] <= best[0][0] * (1 + within)]
     return tuple(_table_choice(tables[place], place, searches[place], lower) for _, place in best[:shortlist])
 
 
