@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from autopar.axes import RankMesh, divisors
-from autopar.errors import InputError
+from autopar.errors import InputError, RunError
 from autopar.legality import why_batch_illegal, why_schedule_illegal
 from autopar.measured import ClusterFile, ModelFile
 from autopar.price import CostTables
@@ -16,6 +16,10 @@ from autopar.tables import Prices
 
 MOST_MICRO_BATCHES = 1024
 """More micro-batches than this are tried only when the request names them."""
+
+
+LARGE = 2000
+"""Tables with more entries are large."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +39,11 @@ class CutTables:
     lower: tuple[CostTables, ...]
     near: tuple[CostTables, ...]
     upper: tuple[CostTables, ...]
+
+    @property
+    def is_large(self) -> bool:
+        """Whether asking once more takes noticeable time."""
+        return max((one.time_ns.size for one in self.lower), default=0) > LARGE
 
 
 def legal_cuts(
@@ -92,18 +101,29 @@ def cut_tables(
     request: Request,
     legal: Sequence[Cut],
     tell: Callable[[int, int], None] = lambda done, total: None,
+    halted: Callable[[], bool] = lambda: False,
 ) -> tuple[CutTables, tuple[str, ...]]:
     """The tables of the cuts that have a legal strategy for every layer, and why the others have none.
 
-    Raises the InputError of the most telling cut when none has.
+    GPipe has none where 1F1B is legal: every choice takes the same time there, in no more memory, so that its bound
+    holds for both. Raises the InputError of the most telling cut when none has a strategy, RunError when `halted`.
     """
     tried: list[Cut] = []
     made: dict[str, list[CostTables]] = {"lower": [], "near": [], "upper": []}
+    known = set(legal)
     failures: list[tuple[Cut, InputError]] = []
     prices: Prices | None = None
     sides: tuple[Literal["lower", "near", "upper"], ...] = ("lower", "near", "upper")
     for i, cut in enumerate(legal):
         tell(i, len(legal))
+        if halted():
+            raise RunError(
+                "the search was stopped before it found a plan that fits",
+                why=f"{i} of {len(legal)} tables were made",
+                fix="give it more time",
+            )
+        if cut.schedule == "gpipe" and replace(cut, schedule="1f1b") in known:
+            continue
         try:
             if prices is None or (prices.mesh.pp, prices.micro_batches) != (cut.pp, cut.num_micro_batches):
                 prices = None

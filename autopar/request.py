@@ -15,6 +15,8 @@ SCHEDULES: tuple[Schedule, ...] = ("1f1b", "gpipe")
 
 _PIN = re.compile(r"\s*(embed|head|\*|\d+(?:-\d+)?)\s*:\s*(\S+)\s*", re.ASCII)
 
+_PART = re.compile(r"z[123]|rs?|h\d+|(?:dp|sp|cp|ep)\d+|tp\d+s?", re.ASCII)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Pin:
@@ -42,21 +44,63 @@ class Pin:
 
     def indices(self, num_layers: int) -> range:
         """The places of the chain that it pins (embed is 0); InputError for layers that the model does not have."""
-        if self.layers == "embed":
-            return range(1)
-        if self.layers == "head":
-            return range(num_layers - 1, num_layers)
-        if self.layers == "*":
-            return range(1, num_layers - 1)
-        first, _, last = self.layers.partition("-")
-        start, stop = int(first), int(last or first)
-        if not start <= stop < num_layers - 2:
+        return _indices(self.layers, num_layers, f"the pin {self.short!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forbid:
+    """Layers that must not take a strategy, or any with one part: written `0-3: dp4-z3`, `*: tp4`, `*: z3` or `*: r`."""
+
+    layers: str
+    what: str
+
+    @classmethod
+    def parse(cls, text: str) -> Forbid:
+        """The ban that `text` writes; InputError when it is none."""
+        match = _PIN.fullmatch(text)
+        if match is None:
             raise InputError(
-                f"the pin {self.short!r} names layers that the model does not have",
-                why=f"its blocks are 0-{num_layers - 3}",
-                fix="name layers of the model",
+                f"{text!r} forbids nothing",
+                why="the form is LAYERS: STRATEGY, LAYERS being embed, head, * (all blocks), 3 or 0-3",
+                fix='write for example --forbid "*: r" or --forbid "0-3: dp4-z3"',
             )
-        return range(start + 1, stop + 2)
+        if _PART.fullmatch(match[2]) is None:
+            Strategy.parse(match[2])
+        return cls(layers=match[1], what=match[2])
+
+    @property
+    def short(self) -> str:
+        """The ban as `Forbid.parse` reads it."""
+        return f"{self.layers}: {self.what}"
+
+    def indices(self, num_layers: int) -> range:
+        """As for Pin."""
+        return _indices(self.layers, num_layers, f"the ban {self.short!r}")
+
+    def meets(self, strategy: Strategy) -> bool:
+        """Whether it forbids this strategy: by its whole short form, or by one part of it (`tp4` is also in `tp4s`)."""
+        if _PART.fullmatch(self.what) is None:
+            return strategy == Strategy.parse(self.what)
+        parts = strategy.short.split("-")
+        return self.what in parts or f"{self.what}s" in parts
+
+
+def _indices(layers: str, num_layers: int, who: str) -> range:
+    if layers == "embed":
+        return range(1)
+    if layers == "head":
+        return range(num_layers - 1, num_layers)
+    if layers == "*":
+        return range(1, num_layers - 1)
+    first, _, last = layers.partition("-")
+    start, stop = int(first), int(last or first)
+    if not start <= stop < num_layers - 2:
+        raise InputError(
+            f"{who} names layers that the model does not have",
+            why=f"its blocks are 0-{num_layers - 3}",
+            fix="name layers of the model",
+        )
+    return range(start + 1, stop + 2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +109,9 @@ class Request:
 
     global_batch: samples of one optimizer step over all ranks (a plan never changes it); sequence: tokens a sample;
     memory_bytes: the budget of one rank, None for what the cluster has; pp: the allowed numbers of stages, empty for
-    all; num_micro_batches: likewise. Raises ValueError for numbers below one.
+    all; num_micro_batches: likewise; pins and forbids: what layers must and must not take; max_strategies: at most so
+    many different ones over the blocks; tp_across_nodes: whether tensor parallelism may leave a node.
+    Raises ValueError for numbers below one.
     """
 
     global_batch: int
@@ -77,9 +123,12 @@ class Request:
     num_micro_batches: tuple[int, ...] = ()
     schedules: tuple[Schedule, ...] = SCHEDULES
     pins: tuple[Pin, ...] = ()
+    forbids: tuple[Forbid, ...] = ()
+    max_strategies: int | None = None
+    tp_across_nodes: bool = False
 
     def __post_init__(self) -> None:
-        for field in ("global_batch", "sequence", "memory_bytes"):
+        for field in ("global_batch", "sequence", "memory_bytes", "max_strategies"):
             value = getattr(self, field)
             if value is not None and not 1 <= value < 1 << 60:
                 raise ValueError(f"Request.{field} must be >= 1, not {value}")

@@ -8,9 +8,10 @@ neighbours of them, are simulated, and the fastest one that fits is the plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
 from time import monotonic
 
 import autopar
@@ -21,13 +22,17 @@ from autopar.plan import Certificate, Plan, PlanCluster, PlanModel
 from autopar.polish import Columns, Cuts, polish
 from autopar.predict import predict, stage_memory
 from autopar.price import INFEASIBLE, CostTables, score
-from autopar.request import Request
+from autopar.request import Request, Schedule
 from autopar.solvers.lean import leanest_of
 from autopar.solvers.pipeline import solve_pipeline
 from autopar.units import KIB, MIB, format_bytes
 
 SOLVER = "labels"
 SHORTLIST = 8
+WITHIN = 0.25
+"""How much worse than the best a table's choice may be to be simulated: more than the objective and a step differ."""
+CLOSE = 0.01
+"""In large tables, what is left to gain by more questions that is not worth them."""
 ROUNDS = 6
 """How often a choice of a table that does not fit makes way for a leaner one."""
 POLISHED = 4
@@ -80,17 +85,18 @@ def search_files(
             why="; ".join([*skipped[:3], *more]),
             fix="change the global batch, the number of stages or the number of micro-batches",
         )
-    made, reasons = cut_tables(
-        model_file, cluster_file, request, legal, lambda done, total: tell("tables", done, total)
-    )
-    pool = _Pool(model_file=model_file, cluster_file=cluster_file, request=request, made=made)
 
     def halted() -> bool:
         return (deadline is not None and monotonic() >= deadline) or (stop is not None and stop())
 
+    made, reasons = cut_tables(
+        model_file, cluster_file, request, legal, lambda done, total: tell("tables", done, total), halted
+    )
+    pool = _Pool(model_file=model_file, cluster_file=cluster_file, request=request, made=made)
     bound_ns = _propose(pool, tell, deadline, stop)
     if bound_ns < INFEASIBLE:
         _polish(pool, bound_ns, tell, halted)
+        _add_twins(pool)
     if not any(finalist.fits for finalist in pool.found.values()):
         raise _nothing_fits(pool, proven=bound_ns == INFEASIBLE)
     certified = [replace(f, plan=_certified(f.plan, bound_ns)) for f in pool.found.values()]
@@ -104,7 +110,7 @@ class _Pool:
     def __init__(self, *, model_file: ModelFile, cluster_file: ClusterFile, request: Request, made: CutTables) -> None:
         self.model_file, self.cluster_file, self.request, self.made = model_file, cluster_file, request, made
         self.budget_bytes = request.memory_bytes or cluster_file.cluster.memory_bytes
-        self.found: dict[tuple[int, Cuts, Columns], Finalist] = {}
+        self.found: dict[tuple[int, Cuts, Columns, Schedule], Finalist] = {}
         self._peaks: dict[tuple[int, int, int, Columns], int] = {}
         model, cluster = model_file.model, cluster_file.cluster
         self._model = PlanModel(
@@ -119,9 +125,11 @@ class _Pool:
             profile=cluster_file.fingerprint,
         )
 
-    def add(self, table: int, layers_per_stage: Cuts, strategies: Columns) -> Finalist:
-        """The simulated candidate of a choice of a table."""
-        key = table, layers_per_stage, strategies
+    def add(
+        self, table: int, layers_per_stage: Cuts, strategies: Columns, schedule: Schedule | None = None
+    ) -> Finalist:
+        """The simulated candidate of a choice of a table, under its own schedule or another."""
+        key = table, layers_per_stage, strategies, schedule or self.made.cuts[table].schedule
         if key not in self.found:
             plan = self._plan(*key)
             predicted = predict(
@@ -144,7 +152,7 @@ class _Pool:
             # What precedes a stage does not matter to it: activations arrive in the boundary layout.
             key = table, stage, first, strategies[first : first + count]
             if key not in self._peaks:
-                plan = plan or self._plan(table, layers_per_stage, strategies)
+                plan = plan or self._plan(table, layers_per_stage, strategies, self.made.cuts[table].schedule)
                 peak = stage_memory(plan, stage, self.model_file.model, self.model_file.layers)
                 self._peaks[key] = peak.peak_bytes
             if self._peaks[key] > self.budget_bytes:
@@ -156,7 +164,7 @@ class _Pool:
         """The least objective of the candidates that fit, INFEASIBLE without one."""
         return min((_objective(f.plan) for f in self.found.values() if f.fits), default=INFEASIBLE)
 
-    def _plan(self, table: int, layers_per_stage: Cuts, strategies: Columns) -> Plan:
+    def _plan(self, table: int, layers_per_stage: Cuts, strategies: Columns, schedule: Schedule) -> Plan:
         """The plan of a choice, without a prediction, with a certificate that has no bound yet."""
         cut, tables = self.made.cuts[table], self.made.upper[table]
         return Plan(
@@ -164,7 +172,7 @@ class _Pool:
             cluster=self._cluster,
             request=self.request,
             pp=cut.pp,
-            schedule=cut.schedule,
+            schedule=schedule,
             num_micro_batches=cut.num_micro_batches,
             layers_per_stage=layers_per_stage,
             strategies=tuple(tables.strategies[s] for s in strategies),
@@ -179,37 +187,61 @@ class _Pool:
 
 
 def _propose(pool: _Pool, tell: Progress, deadline: float | None, stop: Callable[[], bool] | None) -> int:
-    """The lower bound over all plans that fit, INFEASIBLE for none; the best choices of the tables join the pool."""
-    bound_ns, step, steps = 0, 0, 1 + 2 * ROUNDS
-    for made in (pool.made.upper, pool.made.near, pool.made.lower):
-        asked = dict(enumerate(made))
-        for turn in range(1 if made is pool.made.upper else ROUNDS):
-            tell("solve", step, steps)
-            step += 1
-            places = list(asked)
-            try:
-                choices = solve_pipeline(list(asked.values()), shortlist=SHORTLIST, deadline=deadline, stop=stop)
-            except RunError:
-                if pool.best_ns() == INFEASIBLE:
-                    raise
-                return 0
-            if made is pool.made.lower and turn == 0:
-                bound_ns = choices[0].lower_bound_ns if choices else INFEASIBLE
-            proposed = {}
-            for one in choices:
-                assert one.choice.layers_per_stage is not None
-                assert one.choice.strategies is not None
-                place = places[one.table]
-                proposed[place] = pool.add(place, one.choice.layers_per_stage, one.choice.strategies)
-            best_ns = pool.best_ns()
-            # A table whose choice does not fit is asked again for one that is leaner by as much.
-            asked = {
-                place: _with_less(asked[place], _peak(f.plan) - pool.budget_bytes)
-                for place, f in proposed.items()
-                if not f.fits and _objective(f.plan) < best_ns
-            }
-            if not asked:
-                break
+    """The lower bound over all plans that fit, INFEASIBLE for none; the best choices of the tables join the pool.
+
+    The tables whose memory is bounded from below say which cuts matter; only for those whose choice does not fit are
+    the other tables, and leaner choices, asked. When nothing fits yet, all cuts are.
+    """
+    made, most = pool.made, pool.request.max_strategies
+    solve = partial(
+        solve_pipeline, shortlist=SHORTLIST, deadline=deadline, stop=stop, within=WITHIN, max_strategies=most
+    )
+    steps = 3 + 4 * ROUNDS
+    done = count()
+
+    def ask(asked: dict[int, CostTables]) -> dict[int, CostTables]:
+        """The tables whose choice does not fit and is below the best that fits, to be asked again for less."""
+        tell("solve", min(next(done), steps), steps)
+        places = list(asked)
+        choices = solve(list(asked.values()))
+        proposed = {}
+        for one in choices:
+            assert one.choice.layers_per_stage is not None
+            assert one.choice.strategies is not None
+            place = places[one.table]
+            proposed[place] = pool.add(place, one.choice.layers_per_stage, one.choice.strategies)
+            bounds.append(one.lower_bound_ns)
+        best_ns = pool.best_ns()
+        return {
+            place: _with_less(asked[place], _peak(f.plan) - pool.budget_bytes)
+            for place, f in proposed.items()
+            if not f.fits and _objective(f.plan) < best_ns
+        }
+
+    def refine(places: Sequence[int], sides: Sequence[tuple[CostTables, ...]]) -> None:
+        for side in sides:
+            asked = {place: side[place] for place in places}
+            for _ in range(ROUNDS):
+                asked = asked and ask(asked)
+
+    bounds: list[int] = []
+    bound_ns = 0
+    try:
+        asked = ask(dict(enumerate(made.lower)))
+        bound_ns = bounds[0] if bounds else INFEASIBLE
+        unsure = {key[0]: _objective(f.plan) for key, f in pool.found.items() if key[0] in asked}
+        for _ in range(ROUNDS - 1):
+            asked = asked and ask(asked)
+        for side in (made.near, made.upper):
+            worth_ns = pool.best_ns() * (1 - (CLOSE if made.is_large else 0))
+            refine([place for place, least_ns in unsure.items() if least_ns < worth_ns], (side,))
+        if bounds and pool.best_ns() == INFEASIBLE:
+            refine(range(len(made.cuts)), (made.near, made.upper))
+    except RunError:
+        if pool.best_ns() == INFEASIBLE:
+            _add_leanest(pool)
+        if pool.best_ns() == INFEASIBLE:
+            raise
     tell("solve", steps, steps)
     return bound_ns
 
@@ -220,8 +252,9 @@ def _polish(pool: _Pool, bound_ns: int, tell: Progress, halted: Callable[[], boo
         if pool.best_ns() == INFEASIBLE:
             _add_leanest(pool)
         best: dict[int, tuple[Cuts, Columns]] = {}
-        for _, table, *choice in sorted((_objective(f.plan), *key) for key, f in pool.found.items() if f.fits):
-            best.setdefault(table, (choice[0], choice[1]))
+        fitting = sorted((_objective(f.plan), *key) for key, f in pool.found.items() if f.fits)
+        for _, table, layers_per_stage, strategies, _ in fitting:
+            best.setdefault(table, (layers_per_stage, strategies))
         tables = list(best)[:POLISHED]
         for i, table in enumerate(tables):
             tell("polish", i, len(tables))
@@ -229,6 +262,15 @@ def _polish(pool: _Pool, bound_ns: int, tell: Progress, halted: Callable[[], boo
             made, lower = pool.made.upper[table], pool.made.lower[table]
             pool.add(table, *polish(made, *best[table], fits=fits, lower=lower, halted=halted))
         tell("polish", len(tables), len(tables))
+
+
+def _add_twins(pool: _Pool) -> None:
+    """The best choices under 1f1b join the pool under gpipe, which has no tables of its own."""
+    if set(pool.request.schedules) >= {"1f1b", "gpipe"}:
+        fitting = sorted((_objective(f.plan), *key) for key, f in pool.found.items() if f.fits)
+        for _, table, layers_per_stage, strategies, schedule in fitting[:SHORTLIST]:
+            if schedule == "1f1b" and pool.made.cuts[table].pp > 1:
+                pool.add(table, layers_per_stage, strategies, "gpipe")
 
 
 def _add_leanest(pool: _Pool) -> None:
