@@ -31,7 +31,7 @@ def best_cuts(costs: list[Int], micro_batches: int, below: int) -> tuple[int, tu
         if found is not None and found[0] + more * found[1] < below:
             below = found[0] + more * found[1]
             best = below, found[2]
-    limit = (below - 1 - int(after[0][0])) // more if more else FORBIDDEN
+    limit = (below - 1 - int(intervals[0].through.min())) // more if more else FORBIDDEN
     while limit >= lowest:
         intervals = [stage.within(limit, below - more * lowest) for stage in intervals]
         found = _least_sum(intervals)
