@@ -13,9 +13,20 @@ from autopar.solvers.segment import FORBIDDEN
 def test_every_way_to_cut() -> None:
     for seed in range(400):
         rng = np.random.default_rng(seed)
-        units, high, more = int(rng.integers(1, 8)), int(rng.choice([3, 12, 1000])), int(rng.choice([0, 1, 3, 15]))
+        units, high, more = (
+            int(rng.integers(1, 9)),
+            int(rng.choice([3, 12, 1000, 1000])),
+            int(rng.choice([0, 1, 1, 2, 15])),
+        )
         stages = int(rng.integers(1, units + 1))
-        costs = [rng.integers(0, high, (units + 1, units + 1)) for _ in range(stages)]
+        # Stages differ: a layer can be cheap on one and dear on another.
+        scales = rng.choice([1, 3, 30], stages)
+        costs = [scale * rng.integers(0, high, (units + 1, units + 1)) for scale in scales]
+        if rng.random() < 0.5:
+            # As in a chain: the more layers, the longer.
+            for cost in costs:
+                total = np.concatenate([[0], np.cumsum(cost[0, 1:])])
+                cost[:] = np.abs(total[None, :] - total[:, None]) + rng.integers(0, 3)
         for cost in costs:
             cost[rng.random(cost.shape) < 0.1] = FORBIDDEN
             cost[np.tril_indices(units + 1)] = FORBIDDEN
