@@ -10,7 +10,7 @@ tree of the search and the process groups of the runtime are the same object.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import product
 from math import gcd, isqrt, prod
 
@@ -113,6 +113,9 @@ class RankMesh:
 
     def place(self, strategy: Strategy) -> Placement:
         """The axes that `strategy` uses for what; ValueError when its degrees do not factor over this stage."""
+        return _placement(self, strategy)
+
+    def _placement(self, strategy: Strategy) -> Placement:
         if strategy.ranks != self.ranks_per_stage:
             raise ValueError(f"{strategy} occupies {strategy.ranks} ranks, a stage has {self.ranks_per_stage}")
         free = list(reversed(self.axes))
@@ -145,6 +148,11 @@ class RankMesh:
     def boundary(self) -> Layout:
         """The one layout in which activations cross stages: the micro-batch cut over all axes of the stage."""
         return Layout(batch=self.names)
+
+
+@lru_cache(maxsize=1 << 14)
+def _placement(mesh: RankMesh, strategy: Strategy) -> Placement:
+    return mesh._placement(strategy)
 
 
 def prime_factors(number: int) -> list[int]:

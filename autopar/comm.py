@@ -20,7 +20,7 @@ from math import ceil, exp, log, log2
 
 from autopar.axes import RankMesh
 from autopar.errors import InputError
-from autopar.measured import Collective, Estimate, GroupShape, LinkCurve, LinkProfile
+from autopar.measured import Collective, Estimate, GroupShape, LinkCurve, LinkProfile, Origin
 
 
 def seconds(links: LinkProfile, collective: Collective, shape: GroupShape, size_bytes: float) -> Estimate:
@@ -32,9 +32,18 @@ def seconds(links: LinkProfile, collective: Collective, shape: GroupShape, size_
     """
     if shape.ranks == 1 or size_bytes <= 0:
         return Estimate(seconds=0.0, origin="measured")
+    knots, origin = _nearest(links, collective, shape)
+    if knots is not None:
+        return Estimate(seconds=_read(knots, size_bytes), origin=origin)
+    return Estimate(seconds=_fitted_s(links, collective, shape, size_bytes), origin=origin)
+
+
+@lru_cache(maxsize=4096)
+def _nearest(links: LinkProfile, collective: Collective, shape: GroupShape) -> tuple[Knots | None, Origin]:
+    """The curve of this group shape, or of one that differs in the concurrent groups only; None to be fitted."""
     knots = _cleaned_curves(links).get((collective, shape))
     if knots is not None:
-        return Estimate(seconds=_read(knots, size_bytes), origin="measured")
+        return knots, "measured"
     siblings = [
         (curve.shape.concurrent, curve.shape)
         for curve in links.curves
@@ -44,9 +53,8 @@ def seconds(links: LinkProfile, collective: Collective, shape: GroupShape, size_
     ]
     if siblings:
         nearest = min(siblings, key=lambda entry: (abs(entry[0] - shape.concurrent), -entry[0]))[1]
-        knots = _cleaned_curves(links)[collective, nearest]
-        return Estimate(seconds=_read(knots, size_bytes), origin="interpolated")
-    return Estimate(seconds=_fitted_s(links, collective, shape, size_bytes), origin="fitted")
+        return _cleaned_curves(links)[collective, nearest], "interpolated"
+    return None, "fitted"
 
 
 @lru_cache(maxsize=4096)

@@ -86,7 +86,7 @@ class Unit:
         """The rank's share of a size that ZeRO cuts."""
         return -(-size_bytes // self.shards)
 
-    @cached_property
+    @property
     def kept_bytes(self) -> int:
         """What a live micro-batch keeps from this layer's forward to its backward."""
         return self.input_bytes if self.recompute else self.saved_bytes

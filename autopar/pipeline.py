@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from autopar.request import Schedule
@@ -17,6 +18,7 @@ Action = tuple[Literal["F", "B"], int]
 """Forward or backward of a micro-batch."""
 
 
+@lru_cache(maxsize=256)
 def actions(schedule: Schedule, stages: int, stage: int, micro_batches: int) -> tuple[Action, ...]:
     """What a stage does in a step, in order.
 
@@ -78,41 +80,60 @@ def simulate(stages: Sequence[StageTimes], *, schedule: Schedule, micro_batches:
 
     The stages of equal end that end last: the first is named. Raises ValueError when nothing would run.
     """
+    ends, clock = _ends(stages, schedule=schedule, micro_batches=micro_batches, send_s=send_s)
+    operations: list[Operation] = []
+    for stage, (times, done) in enumerate(zip(stages, ends, strict=True)):
+        for (kind, m), (start_s, end_s) in done.items():
+            operations.append(Operation(start_s=start_s, end_s=end_s, stage=stage, micro_batch=m, kind=kind))
+        if times.tail_s:
+            start_s = clock[stage] - times.tail_s
+            operations.append(Operation(start_s=start_s, end_s=clock[stage], stage=stage, micro_batch=-1, kind="tail"))
+    step_s = max(clock)
+    operations.sort(key=lambda op: (op.start_s, op.stage, op.micro_batch))
+    return Timeline(operations=tuple(operations), step_s=step_s, last_stage=clock.index(step_s))
+
+
+def step(stages: Sequence[StageTimes], *, schedule: Schedule, micro_batches: int, send_s: float) -> tuple[float, int]:
+    """The seconds of the simulated step and the stage that ends last: `simulate` without its operations."""
+    clock = _ends(stages, schedule=schedule, micro_batches=micro_batches, send_s=send_s)[1]
+    step_s = max(clock)
+    return step_s, clock.index(step_s)
+
+
+def _ends(
+    stages: Sequence[StageTimes], *, schedule: Schedule, micro_batches: int, send_s: float
+) -> tuple[list[dict[Action, tuple[float, float]]], list[float]]:
+    """When each action of each stage starts and ends, and when each stage ends, its tail included."""
     count = len(stages)
     if count < 1 or micro_batches < 1:
         raise ValueError(f"nothing to simulate: {count} stages, {micro_batches} micro-batches")
     orders = [actions(schedule, count, stage, micro_batches) for stage in range(count)]
-    ends: dict[tuple[str, int, int], float] = {}
-    done, clock = [0] * count, [0.0] * count
-    operations: list[Operation] = []
+    done: list[dict[Action, tuple[float, float]]] = [{} for _ in range(count)]
+    clock = [0.0] * count
     remaining = sum(map(len, orders))
     while remaining:
         before = remaining
         for stage, times in enumerate(stages):
-            while done[stage] < len(orders[stage]):
-                kind, m = orders[stage][done[stage]]
-                source = stage - 1 if kind == "F" else stage + 1
-                arrival = 0.0
+            mine, order, now = done[stage], orders[stage], clock[stage]
+            place = len(mine)
+            while place < len(order):
+                action = order[place]
+                forward = action[0] == "F"
+                source = stage - 1 if forward else stage + 1
+                start = now
                 if 0 <= source < count:
-                    if (kind, source, m) not in ends:
+                    arrived = done[source].get(action)
+                    if arrived is None:
                         break
-                    arrival = ends[kind, source, m] + send_s
-                start = max(clock[stage], arrival)
-                clock[stage] = start + (times.forward_s if kind == "F" else times.backward_s)
-                ends[kind, stage, m] = clock[stage]
-                operations.append(Operation(start_s=start, end_s=clock[stage], stage=stage, micro_batch=m, kind=kind))
-                done[stage] += 1
-                remaining -= 1
+                    start = max(now, arrived[1] + send_s)
+                now = start + (times.forward_s if forward else times.backward_s)
+                mine[action] = start, now
+                place += 1
+            clock[stage] = now
+        remaining = sum(len(order) - len(mine) for order, mine in zip(orders, done, strict=True))
         if remaining == before:
             raise ValueError(f"the schedule {schedule} waits for itself")
-    for stage, times in enumerate(stages):
-        if times.tail_s:
-            end = clock[stage] + times.tail_s
-            operations.append(Operation(start_s=clock[stage], end_s=end, stage=stage, micro_batch=-1, kind="tail"))
-            clock[stage] = end
-    step_s = max(clock)
-    operations.sort(key=lambda op: (op.start_s, op.stage, op.micro_batch))
-    return Timeline(operations=tuple(operations), step_s=step_s, last_stage=clock.index(step_s))
+    return done, [now + times.tail_s for now, times in zip(clock, stages, strict=True)]
 
 
 def lower_bound_s(stages: Sequence[StageTimes], *, micro_batches: int, send_s: float) -> float:

@@ -12,11 +12,11 @@ from autopar.cluster import ClusterSpec
 from autopar.measured import LayerProfile, LinkProfile, Origin, weakest
 from autopar.memory import Unit, edge_bytes, walk
 from autopar.model import ModelSpec
-from autopar.pipeline import StageTimes, Timeline, actions, simulate
+from autopar.pipeline import StageTimes, Timeline, actions, simulate, step
 from autopar.plan import Plan, Prediction, RankMemory
 from autopar.strategy import Strategy
 from autopar.tables import activation_bytes, layer_cost, shared_bytes
-from autopar.work import layer_work, relayout_s, send_s
+from autopar.work import Work, layer_work, relayout_s, send_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,23 +47,26 @@ def predict(
     O(layers * micro-batches). Raises ValueError for a layer that was not measured as the plan runs it.
     """
     works = stage_works(plan, model, layers, cluster, links)
-    line = _simulate(plan, works, _send_s(plan, model, layers, cluster, links))
-    free = _simulate(plan, works, 0.0)
-    last, count = works[line.last_stage], plan.num_micro_batches
+    times, count = [work.times for work in works], plan.num_micro_batches
+    one_send_s = _send_s(plan, model, layers, cluster, links)
+    step_s, last_stage = step(times, schedule=plan.schedule, micro_batches=count, send_s=one_send_s)
+    free_s, _ = step(times, schedule=plan.schedule, micro_batches=count, send_s=0.0) if one_send_s else (step_s, 0)
+    last, ends = works[last_stage], times[last_stage]
     parts = {
         name: count * (last.forward_s[name] + last.backward_s[name])
         for name in ("compute", "tp_communication", "zero_communication", "relayout")
     }
-    idle_s = max(0.0, line.step_s - line.busy_s(line.last_stage))
+    idle_s = max(0.0, step_s - count * (ends.forward_s + ends.backward_s) - ends.tail_s)
     # What the sends add to the step; the rest of the waiting is the bubble.
-    parts["p2p"] = min(idle_s, max(0.0, line.step_s - free.step_s))
+    parts["p2p"] = min(idle_s, max(0.0, step_s - free_s))
     parts["bubble"] = idle_s - parts["p2p"]
     parts["gradient_sync"], parts["optimizer"] = last.sync_s, last.optimizer_s
-    by_stage = [stage_memory(plan, stage, model, layers) for stage in range(plan.pp)]
+    units: Units = {}
+    by_stage = [stage_memory(plan, stage, model, layers, units) for stage in range(plan.pp)]
     memory = tuple(peak for peak in by_stage for _ in range(plan.mesh.ranks_per_stage))
     peaks = [peak.peak_bytes for peak in memory]
     return Prediction(
-        step_s=line.step_s,
+        step_s=step_s,
         parts_s=parts,
         memory=memory,
         worst_rank=peaks.index(max(peaks)),
@@ -74,18 +77,30 @@ def predict(
 def timeline(plan: Plan, model: ModelSpec, layers: LayerProfile, cluster: ClusterSpec, links: LinkProfile) -> Timeline:
     """The simulated step of a plan, operation by operation."""
     works = stage_works(plan, model, layers, cluster, links)
-    return _simulate(plan, works, _send_s(plan, model, layers, cluster, links))
+    return simulate(
+        [work.times for work in works],
+        schedule=plan.schedule,
+        micro_batches=plan.num_micro_batches,
+        send_s=_send_s(plan, model, layers, cluster, links),
+    )
 
 
 def stage_works(
     plan: Plan, model: ModelSpec, layers: LayerProfile, cluster: ClusterSpec, links: LinkProfile
 ) -> tuple[StageWork, ...]:
     """The seconds of each stage of a plan, by cause."""
-    return tuple(_stage_work(plan, stage, model, layers, cluster, links) for stage in range(plan.pp))
+    known: dict[tuple[str, Strategy], Work] = {}
+    return tuple(_stage_work(plan, stage, model, layers, cluster, links, known) for stage in range(plan.pp))
 
 
-def stage_memory(plan: Plan, stage: int, model: ModelSpec, layers: LayerProfile) -> RankMemory:
-    """The peak of each rank of a stage over a step."""
+Units = dict[tuple[str, Strategy, float, int, bool], Unit]
+
+
+def stage_memory(
+    plan: Plan, stage: int, model: ModelSpec, layers: LayerProfile, known: Units | None = None
+) -> RankMemory:
+    """The peak of each rank of a stage over a step; `known` keeps units from one call to the next."""
+    known = {} if known is None else known
     mesh, first = plan.mesh, plan.stage_layers(stage)[0]
     moved_bytes = ceil(activation_bytes(model, layers, plan.micro_batch) / mesh.ranks_per_stage)
     buffers_bytes, held_bytes = edge_bytes(moved_bytes, stage=stage, pp=plan.pp, micro_batches=plan.num_micro_batches)
@@ -93,15 +108,13 @@ def stage_memory(plan: Plan, stage: int, model: ModelSpec, layers: LayerProfile)
     for layer in plan.stage_layers(stage):
         strategy = plan.strategies[layer]
         arriving = _layout(mesh, plan.strategies[layer - 1]) if layer > first else mesh.boundary
-        units.append(
-            Unit.of(
-                layer_cost(model, layers, layer, strategy),
-                strategy,
-                plan.micro_batch / strategy.dp,
-                shared_bytes=shared_bytes(model, layer, plan.pp),
-                relayout=layer > 0 and arriving != _layout(mesh, strategy),
-            )
-        )
+        shared, samples = shared_bytes(model, layer, plan.pp), plan.micro_batch / strategy.dp
+        relayout = layer > 0 and arriving != _layout(mesh, strategy)
+        key = (model.layers[layer], strategy, samples, shared, relayout)
+        if key not in known:
+            cost = layer_cost(model, layers, layer, strategy)
+            known[key] = Unit.of(cost, strategy, samples, shared_bytes=shared, relayout=relayout)
+        units.append(known[key])
     if stage > 0 and not units[0].relayout:
         # Without a relayout the saved input of the first layer is the receive buffer itself.
         held_bytes -= min(units[0].input_bytes, units[0].kept_bytes)
@@ -123,17 +136,14 @@ def _send_s(plan: Plan, model: ModelSpec, layers: LayerProfile, cluster: Cluster
     return send_s(plan.mesh, cluster, links, activation_bytes(model, layers, plan.micro_batch))
 
 
-def _simulate(plan: Plan, works: tuple[StageWork, ...], one_send_s: float) -> Timeline:
-    return simulate(
-        [work.times for work in works],
-        schedule=plan.schedule,
-        micro_batches=plan.num_micro_batches,
-        send_s=one_send_s,
-    )
-
-
 def _stage_work(
-    plan: Plan, stage: int, model: ModelSpec, layers: LayerProfile, cluster: ClusterSpec, links: LinkProfile
+    plan: Plan,
+    stage: int,
+    model: ModelSpec,
+    layers: LayerProfile,
+    cluster: ClusterSpec,
+    links: LinkProfile,
+    known: dict[tuple[str, Strategy], Work],
 ) -> StageWork:
     mesh, span = plan.mesh, plan.stage_layers(stage)
     moved_bytes = activation_bytes(model, layers, plan.micro_batch)
@@ -154,15 +164,18 @@ def _stage_work(
         backward["relayout"] += back_s
     for layer in span:
         strategy = plan.strategies[layer]
-        work = layer_work(
-            layer_cost(model, layers, layer, strategy),
-            strategy,
-            mesh=mesh,
-            cluster=cluster,
-            links=links,
-            samples=plan.micro_batch / strategy.dp,
-            optimizer=plan.request.optimizer,
-        )
+        key = (model.layers[layer], strategy)
+        if key not in known:
+            known[key] = layer_work(
+                layer_cost(model, layers, layer, strategy),
+                strategy,
+                mesh=mesh,
+                cluster=cluster,
+                links=links,
+                samples=plan.micro_batch / strategy.dp,
+                optimizer=plan.request.optimizer,
+            )
+        work = known[key]
         forward["compute"] += work.forward_s
         backward["compute"] += work.backward_s
         forward["tp_communication"] += work.tp_forward_s

@@ -20,7 +20,7 @@ from autopar.errors import InfeasibleError, InputError, RunError
 from autopar.measured import ClusterFile, ModelFile
 from autopar.plan import Certificate, Plan, PlanCluster, PlanModel
 from autopar.polish import Columns, Cuts, polish
-from autopar.predict import predict, stage_memory
+from autopar.predict import Units, predict, stage_memory
 from autopar.price import INFEASIBLE, CostTables, score
 from autopar.request import Request, Schedule
 from autopar.solvers.lean import leanest_of
@@ -111,6 +111,7 @@ class _Pool:
         self.model_file, self.cluster_file, self.request, self.made = model_file, cluster_file, request, made
         self.budget_bytes = request.memory_bytes or cluster_file.cluster.memory_bytes
         self.found: dict[tuple[int, Cuts, Columns, Schedule], Finalist] = {}
+        self._units: Units = {}
         self._peaks: dict[tuple[int, int, int, Columns], int] = {}
         model, cluster = model_file.model, cluster_file.cluster
         self._model = PlanModel(
@@ -153,7 +154,7 @@ class _Pool:
             key = table, stage, first, strategies[first : first + count]
             if key not in self._peaks:
                 plan = plan or self._plan(table, layers_per_stage, strategies, self.made.cuts[table].schedule)
-                peak = stage_memory(plan, stage, self.model_file.model, self.model_file.layers)
+                peak = stage_memory(plan, stage, self.model_file.model, self.model_file.layers, self._units)
                 self._peaks[key] = peak.peak_bytes
             if self._peaks[key] > self.budget_bytes:
                 return False

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 
 from autopar.axes import RankMesh, divisors
@@ -11,7 +11,7 @@ from autopar.errors import InputError
 from autopar.legality import why_illegal
 from autopar.measured import LayerProfile
 from autopar.model import LayerKind, ModelSpec
-from autopar.request import Request
+from autopar.request import Forbid, Request
 from autopar.strategy import Recompute, Strategy
 
 _RECOMPUTE: tuple[Recompute, ...] = ("none", "full")
@@ -55,10 +55,10 @@ class StrategySpace:
                     legal[kind.name][strategy] = None
                 else:
                     rejections.append(Rejection(kind=kind.name, strategy=strategy, reason=reason))
-        pinned = _pinned(model, request)
+        pinned, forbidden = _pinned(model, request), _forbidden(model, request)
         chosen: list[tuple[Strategy, ...]] = []
         for layer, name in enumerate(model.layer_names):
-            kind = model.kind(layer)
+            kind, bans = model.kind(layer), forbidden.get(layer, ())
             if layer in pinned:
                 strategy, short = pinned[layer]
                 reason = why_not(strategy, kind, layers, mesh, request, micro_batch)
@@ -68,12 +68,26 @@ class StrategySpace:
                         why=reason,
                         fix="pin a legal strategy, or leave the layer to the search",
                     )
+                ban = next((ban for ban in bans if ban.meets(strategy)), None)
+                if ban is not None:
+                    raise InputError(
+                        f"layer {name} is pinned to what is forbidden for it",
+                        why=f"--pin {short!r} and --forbid {ban.short!r}",
+                        fix="drop one of the two",
+                    )
                 chosen.append((strategy,))
                 continue
             if not legal[kind.name]:
                 reasons = [r.reason for r in rejections if r.kind == kind.name]
                 raise InputError(f"no strategy is legal for layer {name}", why=reasons[0], fix="change the request")
-            chosen.append(tuple(legal[kind.name]))
+            left = tuple(s for s in legal[kind.name] if not any(ban.meets(s) for ban in bans))
+            if not left:
+                raise InputError(
+                    f"every legal strategy of layer {name} is forbidden",
+                    why=f"legal: {', '.join(map(str, legal[kind.name]))}; forbidden: {'; '.join(b.short for b in bans)}",
+                    fix="forbid less",
+                )
+            chosen.append(left)
         used = {strategy for row in chosen for strategy in row}
         strategies = tuple(s for s in dict.fromkeys((*candidates(mesh), *sorted(used, key=str))) if s in used)
         place = {strategy: i for i, strategy in enumerate(strategies)}
@@ -84,15 +98,17 @@ class StrategySpace:
         )
 
 
-def candidates(mesh: RankMesh) -> Iterator[Strategy]:
+@lru_cache(maxsize=256)
+def candidates(mesh: RankMesh) -> tuple[Strategy, ...]:
     """All strategies of a stage that are worth asking for, legal or not: dp x ZeRO x tp x norms x recompute."""
-    ranks = mesh.ranks_per_stage
+    ranks, found = mesh.ranks_per_stage, []
     for tp in divisors(ranks):
         dp = ranks // tp
         for zero, norms, recompute in product((0, 2, 3), (False, True), _RECOMPUTE):
             if (zero and dp == 1) or (norms and tp == 1):
                 continue
-            yield Strategy(dp=dp, zero=zero, tp=tp, sequence_norms=norms, recompute=recompute)
+            found.append(Strategy(dp=dp, zero=zero, tp=tp, sequence_norms=norms, recompute=recompute))
+    return tuple(found)
 
 
 def why_not(
@@ -105,11 +121,24 @@ def why_not(
 ) -> str | None:
     """Why layers of this kind cannot take this strategy here: illegal or not measured; None when they can."""
     reason = why_illegal(strategy, kind, mesh, micro_batch=micro_batch, sequence=request.sequence)
+    if reason is None and not request.tp_across_nodes:
+        crossed = [name for name in mesh.place(strategy).tp if name.startswith("n")]
+        if crossed:
+            reason = f"tp {strategy.tp} would leave its node; --tp-across-nodes allows it"
     if reason is None and layers.find(kind.name, strategy.tp, strategy.sequence_norms) is None:
         norms = " with sequence-parallel norms" if strategy.sequence_norms else ""
         measured = sorted({cost.tp for cost in layers.costs if cost.kind == kind.name})
         reason = f"{kind.name} was not measured at tp {strategy.tp}{norms} (measured: tp {measured})"
     return reason
+
+
+def _forbidden(model: ModelSpec, request: Request) -> dict[int, tuple[Forbid, ...]]:
+    """The bans on each layer that has some."""
+    found: dict[int, tuple[Forbid, ...]] = {}
+    for ban in request.forbids:
+        for layer in ban.indices(len(model.layers)):
+            found[layer] = (*found.get(layer, ()), ban)
+    return found
 
 
 def _pinned(model: ModelSpec, request: Request) -> dict[int, tuple[Strategy, str]]:
