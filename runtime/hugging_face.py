@@ -36,8 +36,8 @@ def is_hugging_face(model: nn.Module) -> bool:
 def build_hugging_face(base: str, overrides: dict[str, Any], dtype: torch.dtype) -> nn.Module:
     """The causal language model of a config class name, a folder with config.json or a config.json.
 
-    Attention runs as `sdpa`, without a key-value cache. The weights come from torch's current generator on torch's
-    current default device. Raises InputError.
+    Attention runs as `sdpa` where the architecture has it, without a key-value cache. The weights come from torch's
+    current generator on torch's current default device. Raises InputError.
     """
     with _quiet():
         config = _config(base, overrides)
@@ -49,7 +49,7 @@ def _build(base: str, overrides: dict[str, Any], config: Any, dtype: torch.dtype
     config.use_cache = False
     try:
         _check_size(auto, config, dtype)
-        model = auto.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        model = auto.from_config(config, dtype=dtype, attn_implementation=_attention(auto, config))
     except InputError:
         raise
     except Exception as error:
@@ -60,6 +60,16 @@ def _build(base: str, overrides: dict[str, Any], config: Any, dtype: torch.dtype
     if getattr(model, "loss_type", "") is None:  # where it is unknown, transformers takes this one, with a warning
         model.loss_type = "ForCausalLM"
     return model
+
+
+def _attention(auto: Any, config: Any) -> str:
+    """`sdpa` where the architecture has it, otherwise `eager`; tried on the meta device."""
+    with torch.device("meta"):
+        try:
+            auto.from_config(config, attn_implementation="sdpa")
+        except (ValueError, ImportError):
+            return "eager"
+    return "sdpa"
 
 
 def _check_size(auto: Any, config: Any, dtype: torch.dtype) -> None:
