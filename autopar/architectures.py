@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from autopar import roofline
 from autopar.axes import divisors
+from autopar.measured import Collective, LayerCost, LayerProfile, Line, TensorParallelCall
 from autopar.model import LayerKind, ModelSpec, Parameter
+from autopar.units import DTYPE_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,7 +19,8 @@ class Architecture:
     """A decoder: `layers` blocks of attention (heads, kv_heads) and an MLP of width ffn, gated with a third matrix.
 
     tied: embedding and head share their matrix; biased: projections have biases and norms are LayerNorms (GPT-2),
-    otherwise no biases and RMSNorm; positions: learned position embeddings, 0 for rotary or none.
+    otherwise RMSNorm and no biases, or those of query, key and value alone (attention_biased); positions: learned
+    position embeddings, 0 for rotary or none.
     Raises ValueError for dimensions that make no model.
     """
 
@@ -29,6 +34,7 @@ class Architecture:
     gated: bool
     tied: bool
     biased: bool = False
+    attention_biased: bool = False
     positions: int = 0
     head_size: int | None = None
 
@@ -110,7 +116,12 @@ def _block(arch: Architecture, dtype: str) -> tuple[Parameter, ...]:
     matrices += [("output", wide, arch.hidden), ("up", arch.hidden, arch.ffn), ("down", arch.ffn, arch.hidden)]
     if arch.gated:
         matrices.append(("gate", arch.hidden, arch.ffn))
-    projections = tuple(p for n, i, o in matrices for p in _linear(n, i, o, dtype, arch.biased))
+    incoming = ("query", "key", "value")
+    projections = tuple(
+        p
+        for n, i, o in matrices
+        for p in _linear(n, i, o, dtype, arch.biased or (arch.attention_biased and n in incoming))
+    )
     return (*_norm("attention_norm", arch, dtype), *projections, *_norm("mlp_norm", arch, dtype))
 
 
@@ -123,3 +134,159 @@ def _embed(arch: Architecture, dtype: str) -> tuple[Parameter, ...]:
 
 def _head(arch: Architecture, dtype: str) -> tuple[Parameter, ...]:
     return (*_norm("norm", arch, dtype), *_linear("logits", arch.hidden, arch.vocab, dtype, False))
+
+
+SAMPLES = (1, 2, 4, 8, 16, 32)
+"""Local samples at which a profile from architecture numbers holds seconds; between them lies a line."""
+
+
+def layer_profile(
+    arch: Architecture, machine: roofline.Machine, *, sequence: int, dtype: str = "bfloat16", device_name: str = ""
+) -> LayerProfile:
+    """Seconds by the roofline and bytes by count of every layer kind at every tensor-parallel degree, in 16 bits.
+
+    Attention is fused, element-wise kernels are not. Bytes of a token that a block keeps, with h hidden, w = heads *
+    head_dim, k likewise of the kv heads, f ffn:  16 h + 4 w + 4 k + 8 f (gated, RMSNorm in fp32) or  8 h + 4 w + 4 k +
+    10 f (LayerNorm, GPT-2's composed GELU), 4 a head, 8; a head 8 h (4 h) + 4 V + 12. These counts are what the
+    profiler's trace of the Hugging Face models gives (a test compares). Raises ValueError for another dtype.
+    """
+    if DTYPE_BYTES[dtype] != 2:
+        raise ValueError(f"layer_profile counts 16-bit activations, not {dtype}")
+    model = model_spec(arch, dtype=dtype)
+    costs = [_embed_cost(arch, model.kinds[0], machine, sequence)]
+    for tp in (1, *arch.tp_degrees):
+        for norms in (False, True) if tp > 1 and sequence % tp == 0 else (False,):
+            costs.append(_block_cost(arch, model.kinds[1], machine, sequence, tp, norms))
+    costs.append(_head_cost(arch, model.kinds[2], machine, sequence))
+    return LayerProfile(
+        device="cuda", device_name=device_name, processes=1, sequence=sequence, dtype=dtype, costs=tuple(costs)
+    )
+
+
+def _shape(arch: Architecture, samples: float, sequence: int, tp: int = 1, norms: bool = False) -> roofline.Shape:
+    return roofline.Shape(
+        hidden=arch.hidden,
+        heads=arch.heads,
+        kv_heads=arch.kv_heads,
+        head_dim=arch.head_dim,
+        ffn=arch.ffn,
+        gated=int(arch.gated),
+        vocab=arch.vocab,
+        samples=samples,
+        sequence=sequence,
+        tp=tp,
+        sequence_norms=int(norms),
+    )
+
+
+def _per_token(fixed: float, token_bytes: float, sequence: int) -> Line:
+    return Line(fixed=fixed, per_sample=token_bytes * sequence)
+
+
+def _block_cost(
+    arch: Architecture, kind: LayerKind, machine: roofline.Machine, sequence: int, tp: int, norms: bool
+) -> LayerCost:
+    h, wide, kv = arch.hidden, arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim
+    times = [roofline.block(_shape(arch, n, sequence, tp, norms), machine) for n in SAMPLES]
+    whole, inside = (8, 10) if arch.biased else (16, 8)
+    cut = (4 * wide + 4 * kv + inside * arch.ffn + 4 * arch.heads) / tp
+    # With sequence-parallel norms both inputs of the sharded regions are kept gathered, 2 bytes each.
+    outside = ((whole - 4) / tp + 4) * h + 8 / tp if norms else whole * h + 8
+    saved, moving = cut + outside, 2 * h / (tp if norms else 1)
+    matrices = sum(p.size_bytes for p in kind.parameters if len(p.shape) == 2) // tp
+    local = matrices + sum(p.size_bytes for p in kind.parameters if len(p.shape) == 1)
+    width = 2 * h * arch.ffn * (3 if arch.gated else 1) / tp
+    flops = 2 * arch.block_products + 4 * sequence * wide
+    return LayerCost(
+        kind=kind.name,
+        tp=tp,
+        sequence_norms=norms,
+        samples=SAMPLES,
+        forward_s=tuple(float(t.forward_s) for t in times),
+        backward_s=tuple(float(t.backward_s) for t in times),
+        parameter_bytes=local,
+        trainable_bytes=local,
+        largest_parameter_bytes=2 * h * arch.ffn // tp,
+        input_bytes=_per_token(0, moving, sequence),
+        output_bytes=_per_token(0, moving, sequence),
+        saved_bytes=_per_token(0, saved, sequence),
+        forward_peak_bytes=_per_token(0, saved + (8 if norms else 6) * h, sequence),
+        backward_peak_bytes=_per_token(width, saved + 2 * h + (4 * arch.ffn / tp if arch.biased else 0), sequence),
+        flops=_per_token(0, flops / tp, sequence),
+        calls=_calls(2 * h * sequence, norms) if tp > 1 else (),
+    )
+
+
+def _calls(sample_bytes: float, norms: bool) -> tuple[TensorParallelCall, ...]:
+    """The collectives of one block: around attention and around the MLP, each way."""
+    size = Line(fixed=0.0, per_sample=sample_bytes)
+    names: tuple[Collective, ...] = ("all_gather", "reduce_scatter") * 2 if norms else ("all_reduce",) * 2
+    # The backward of a gathered input gathers it once more for its weight's gradient.
+    again: tuple[Collective, ...] = ("all_gather",) * 2 if norms else ()
+    return (
+        *(TensorParallelCall(collective=name, phase="forward", size_bytes=size) for name in names),
+        *(TensorParallelCall(collective=name, phase="backward", size_bytes=size) for name in (*names, *again)),
+    )
+
+
+def _head_cost(arch: Architecture, kind: LayerKind, machine: roofline.Machine, sequence: int) -> LayerCost:
+    times = [roofline.head(_shape(arch, n, sequence), machine) for n in SAMPLES]
+    kept = (4 if arch.biased else 8) * arch.hidden
+    return _outer_cost(
+        arch,
+        kind,
+        sequence,
+        forward_s=[float(forward) for forward, _ in times],
+        backward_s=[float(backward) for _, backward in times],
+        token_bytes=(2 * arch.hidden, 0, kept + 4 * arch.vocab + 12),
+        # Logits in 16 bits and in fp32, their log-softmax and the gradients of both.
+        forward_peak=_per_token(0, kept + 10 * arch.vocab + 28, sequence),
+        backward_peak=_per_token(0, kept + 12 * arch.vocab, sequence),
+        flops=2.0 * arch.hidden * arch.vocab,
+    )
+
+
+def _embed_cost(arch: Architecture, kind: LayerKind, machine: roofline.Machine, sequence: int) -> LayerCost:
+    seconds = [float(roofline.embed(_shape(arch, n, sequence), machine)) for n in SAMPLES]
+    return _outer_cost(
+        arch,
+        kind,
+        sequence,
+        forward_s=seconds,
+        backward_s=seconds,
+        token_bytes=(8, 2 * arch.hidden, 0),
+        forward_peak=_per_token(0, 4 * arch.hidden, sequence),
+        backward_peak=_per_token(kind.parameter_bytes, 2 * arch.hidden, sequence),
+        flops=0.0,
+    )
+
+
+def _outer_cost(
+    arch: Architecture,
+    kind: LayerKind,
+    sequence: int,
+    *,
+    forward_s: Sequence[float],
+    backward_s: Sequence[float],
+    token_bytes: tuple[float, float, float],
+    forward_peak: Line,
+    backward_peak: Line,
+    flops: float,
+) -> LayerCost:
+    """The cost of embedding or head; token_bytes: of input, output and saved set."""
+    entering, leaving, saved = (_per_token(0, each, sequence) for each in token_bytes)
+    return LayerCost(
+        kind=kind.name,
+        samples=SAMPLES,
+        forward_s=tuple(forward_s),
+        backward_s=tuple(backward_s),
+        parameter_bytes=kind.parameter_bytes,
+        trainable_bytes=kind.parameter_bytes,
+        largest_parameter_bytes=2 * arch.vocab * arch.hidden,
+        input_bytes=entering,
+        output_bytes=leaving,
+        saved_bytes=saved,
+        forward_peak_bytes=forward_peak,
+        backward_peak_bytes=backward_peak,
+        flops=_per_token(0, flops, sequence),
+    )

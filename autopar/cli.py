@@ -171,6 +171,45 @@ def search(
 
 
 @app.command()
+def estimate(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A shipped name (llama2-7b) or a model.json.")],
+    cluster: Annotated[str, typer.Option(help="A shipped name (a100-80g:8x8: nodes x ranks) or a cluster.json.")],
+    global_batch: Annotated[int, typer.Option(min=1, max=1 << 30, help="Samples of one step over all ranks.")] = 1024,
+    plan: Annotated[Path | None, typer.Option(help="Price this plan.json instead of the degrees below.")] = None,
+    dp: Annotated[int | None, typer.Option(min=1, help="Data parallel (default: what the others leave).")] = None,
+    tp: Annotated[int, typer.Option(min=1, help="Tensor parallel.")] = 1,
+    pp: Annotated[int, typer.Option(min=1, help="Pipeline stages.")] = 1,
+    zero: Annotated[int, typer.Option(min=0, max=3, help="ZeRO stage.")] = 0,
+    sequence_norms: Annotated[bool, typer.Option(help="Sequence-parallel norms beside tp.")] = False,
+    recompute: Annotated[bool, typer.Option(help="Recompute every block in the backward.")] = False,
+    micro_batches: Annotated[int, typer.Option(min=1, help="Micro-batches of a step.")] = 1,
+    seq: Annotated[int, typer.Option("--seq", min=1, max=1 << 24, help="Tokens of one sample.")] = 2048,
+    json: Json = False,
+) -> None:
+    """Price one plan for a model on a cluster, also for machines that are not here. Loads no torch."""
+    from autopar.estimating import Degrees, files, priced, uniform
+    from autopar.plan import Plan
+    from autopar.report import plan_facts, plan_table
+
+    model_file, cluster_file = files(model, cluster, sequence=seq)
+    if plan is not None:
+        chosen = Plan.load(plan)
+    else:
+        degrees = Degrees(
+            dp=dp,
+            tp=tp,
+            pp=pp,
+            zero=zero,
+            sequence_norms=sequence_norms,
+            recompute="full" if recompute else "none",
+            num_micro_batches=micro_batches,
+        )
+        chosen = uniform(model_file, cluster_file, degrees, global_batch=global_batch)
+    found = priced(chosen, model_file, cluster_file)
+    _answer(found.dumps() if json else _shown(plan_table(found), plan_facts(found)))
+
+
+@app.command()
 def run(
     plan: PlanFile,
     text: Text = None,

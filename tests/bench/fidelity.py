@@ -23,6 +23,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from autopar.formats import dumps
+from autopar.shipped import Efficiencies
 from tests.bench.fidelity_lib import judging
 from tests.bench.fidelity_lib.cases import COMPOSED, Case, load
 from tests.bench.fidelity_lib.fitting import fit
@@ -88,6 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--ablation", action="store_true", help="refit without each effect (minutes)")
     parser.add_argument("--coefficients", action="store_true", help="print the pooled coefficients of each GPU class")
     parser.add_argument("--memory", action="store_true", help="predicted beside stated memory")
+    parser.add_argument("--save", help="write the pooled coefficients as a profiles/efficiencies.json")
     options = parser.parse_args(arguments)
     cases, reasons = load(options.data)
     fit_cases = load(options.fit)[0] if options.fit else []
@@ -98,6 +101,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print_table(cases, reasons, predicted, classes, bool(options.fit))
     if options.coefficients:
         print_coefficients(classes)
+    if options.save:
+        Path(options.save).write_text(saved(classes), encoding="utf-8")
     if options.ablation:
         print_ablation(cases)
     if options.memory:
@@ -217,6 +222,25 @@ def print_coefficients(classes: dict[str, Class]) -> None:
     for name, c in COEFFICIENTS.items():
         values = " ".join(f"{fitted[gpu][name]:9.4g}" for gpu in fitted)
         print(f"{name:22s} {c.start:9.4g} {c.spread:6.2f} {values}  {c.meaning}")
+
+
+def saved(classes: dict[str, Class]) -> str:
+    """The text of profiles/efficiencies.json: the fit over all measured runs of each class."""
+    found = []
+    for gpu, one in classes.items():
+        index = [i for i in range(one.count) if one.cases[i].source not in COMPOSED]
+        coefficients, own = one.fit(index), [one.cases[i] for i in index]
+        found.append(
+            Efficiencies(
+                gpu=gpu,
+                runs=len(index),
+                sources=tuple(sorted({case.source for case in own})),
+                median_error_percent=round(float(np.median(judging.ape(own, one.predict(index, coefficients)))), 2),
+                command="tests/bench/fidelity.py --data measured.jsonl --save profiles/efficiencies.json",
+                coefficients={name: float(f"{value:.4g}") for name, value in coefficients.items()},
+            )
+        )
+    return dumps("autopar.efficiencies", 1, {"efficiencies": tuple(found)})
 
 
 def print_ablation(cases: Sequence[Case]) -> None:

@@ -280,7 +280,7 @@ def map_record(r: dict[str, Any], heads: Mapping[tuple[str, int], int] = Mapping
 
     heads: what the same source states elsewhere for (source, hidden width).
     """
-    source, extra, measured = r["source_id"], r.get("extra") or {}, r.get("measured") or {}
+    source, extra = r["source_id"], r.get("extra") or {}
     name = r["model"].get("name") or ""
     gpu = r.get("gpu_class")
     _refuse(r, name, gpu)

@@ -115,8 +115,20 @@ def batch(cases: Sequence[Case]) -> Batch:
         "tied": column([x.tied for x in a]),
         **{
             name: column([getattr(c, name) for c in cases])
-            for name in ("num_micro_batches", "pp", "dp", "chunks", "gradient_bytes", "ranks_per_node", "ranks")
-            + ("node_bytes_per_s", "overlap_dp", "overlap_tp", "fused_accumulation", "stops_early", "fp8", "zero")
+            for name in (
+                *(
+                    "num_micro_batches",
+                    "pp",
+                    "dp",
+                    "chunks",
+                    "gradient_bytes",
+                    "ranks_per_node",
+                    "ranks",
+                    "fp8",
+                    "zero",
+                ),
+                *("node_bytes_per_s", "overlap_dp", "overlap_tp", "fused_accumulation", "stops_early"),
+            )
         },
         "full": column([c.recompute == "full" for c in cases]),
         "selective": column([c.recompute == "selective" for c in cases]),

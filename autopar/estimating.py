@@ -1,0 +1,111 @@
+"""A plan of uniform degrees for a shipped or profiled model and cluster, priced: `autopar estimate`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from autopar import shipped
+from autopar.errors import InputError
+from autopar.measured import ClusterFile, ModelFile
+from autopar.plan import Plan, PlanCluster, PlanModel
+from autopar.predict import predict
+from autopar.request import Request, Schedule
+from autopar.strategy import Recompute, Strategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Degrees:
+    """One strategy for all blocks; embedding and head are data parallel over the same ranks."""
+
+    dp: int | None = None
+    tp: int = 1
+    pp: int = 1
+    zero: int = 0
+    sequence_norms: bool = False
+    recompute: Recompute = "none"
+    num_micro_batches: int = 1
+    schedule: Schedule = "1f1b"
+
+
+def files(model: str, cluster: str, *, sequence: int) -> tuple[ModelFile, ClusterFile]:
+    """The model and the cluster: `.json` files, or shipped names; InputError for anything else.
+
+    A shipped model takes its seconds from the device of a shipped cluster, so the one needs the other.
+    """
+    if model.endswith(".json"):
+        clusters = ClusterFile.load(cluster) if cluster.endswith(".json") else shipped.cluster(cluster)[0]
+        return ModelFile.load(model), clusters
+    if cluster.endswith(".json"):
+        raise InputError(
+            f"{model} has no seconds on {cluster}",
+            why="a shipped model is priced by the figures of a shipped device",
+            fix="profile the model on that machine (`autopar profile model`), or name a shipped cluster",
+        )
+    found, device = shipped.cluster(cluster)
+    return shipped.model(model, device, sequence=sequence), found
+
+
+def uniform(model: ModelFile, cluster: ClusterFile, degrees: Degrees, *, global_batch: int) -> Plan:
+    """The plan of these degrees, checked against what the runtime can run; InputError otherwise."""
+    world, d = cluster.cluster.world_size, degrees
+    width = world // d.pp
+    dp = d.dp if d.dp is not None else max(1, width // d.tp)
+    if dp * d.tp * d.pp != world:
+        raise InputError(
+            f"dp {dp} x tp {d.tp} x pp {d.pp} is not the {world} ranks of {cluster.cluster.name}",
+            why=f"they make {dp * d.tp * d.pp}",
+            fix="leave out --dp, or choose degrees whose product is the number of ranks",
+        )
+    blocks = model.model.num_blocks
+    if d.pp > blocks:
+        raise InputError(f"pp {d.pp} is more than the {blocks} blocks", why="each stage needs one", fix="a smaller pp")
+    block = Strategy(
+        dp=dp,
+        zero=d.zero if dp > 1 else 0,
+        tp=d.tp,
+        sequence_norms=d.sequence_norms and d.tp > 1,
+        recompute=d.recompute,
+    )
+    outer = Strategy(dp=width, zero=d.zero if width > 1 else 0)
+    even, more = divmod(blocks, d.pp)
+    # What does not divide goes to the middle stages first: the ends hold embedding and head.
+    order = [*range(1, d.pp - 1), 0, d.pp - 1] if d.pp > 1 else [0]
+    counts = [even + (stage in order[:more]) for stage in range(d.pp)]
+    counts[0] += 1
+    counts[-1] += 1
+    spec = cluster.cluster
+    plan = Plan(
+        model=PlanModel(name=model.model.name, source=model.model.source, fingerprint=model.model.fingerprint),
+        cluster=PlanCluster(
+            name=spec.name,
+            device=spec.device,
+            world_size=world,
+            ranks_per_node=spec.ranks_per_node,
+            memory_bytes=spec.memory_bytes,
+        ),
+        request=Request(global_batch=global_batch, sequence=model.layers.sequence, dtype=model.layers.dtype),
+        pp=d.pp,
+        schedule=d.schedule,
+        num_micro_batches=d.num_micro_batches,
+        layers_per_stage=tuple(counts),
+        strategies=(outer, *[block] * blocks, outer),
+        versions={},
+    )
+    plan.check(model.model)
+    return plan
+
+
+def priced(plan: Plan, model: ModelFile, cluster: ClusterFile) -> Plan:
+    """The plan with its prediction; the numbers of shipped devices are fitted, not measured."""
+    plan.check(model.model)
+    spec = cluster.cluster
+    if (plan.cluster.world_size, plan.cluster.ranks_per_node) != (spec.world_size, spec.ranks_per_node):
+        raise InputError(
+            f"the plan is for {plan.cluster.world_size} ranks, {plan.cluster.ranks_per_node} a node",
+            why=f"{spec.name} has {spec.world_size}, {spec.ranks_per_node} a node",
+            fix="name the plan's cluster, or search again",
+        )
+    predicted = predict(plan, model.model, model.layers, spec, cluster.links)
+    if spec.name.partition(":")[0] in shipped.devices():
+        predicted = replace(predicted, origin="fitted")
+    return replace(plan, predicted=predicted)

@@ -1,0 +1,240 @@
+"""Shipped clusters and models by name, from profiles/*.json: planning without a device and without torch.
+
+A cluster is written `a100-80g:8x8` (8 nodes of 8 ranks), a model `llama2-7b`. Peaks and sizes are the makers' figures,
+each with its address; how much of them is reached was fitted on published runs (profiles/efficiencies.json says on
+which), per GPU class; devices without published runs of their own borrow the class named in `fitted_as`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from importlib import resources
+from math import log2
+from typing import TypeVar
+
+from autopar import roofline
+from autopar.architectures import Architecture, layer_profile, model_spec
+from autopar.cluster import ClusterSpec
+from autopar.errors import InputError
+from autopar.formats import from_plain, read_text
+from autopar.measured import (
+    COLLECTIVES,
+    ClusterFile,
+    Collective,
+    GroupShape,
+    LinkCurve,
+    LinkProfile,
+    ModelFile,
+    Provenance,
+)
+from autopar.units import KIB
+
+T = TypeVar("T")
+
+_CLUSTER = re.compile(r"([a-z0-9.-]+):(\d{1,5})x(\d{1,4})", re.ASCII)
+_SIZES = tuple(KIB << shift for shift in range(0, 25, 2))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """A number, the address that states it, and how it follows from what is stated there."""
+
+    value: float
+    source: str
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.value > 0 or not self.source.startswith("https://"):
+            raise ValueError(f"a figure is positive and has its source's address, not {self.value} of {self.source!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """A device as its maker states it, and whose published runs say how much of it is reached (fitted_as).
+
+    tensor_flops_per_s: dense, 16 bits; link_bytes_per_s: to its neighbours in the node, one direction;
+    node_network_bytes_per_s: of all cards of a node of ranks_per_node, None where no common machine has one.
+    """
+
+    name: str
+    fitted_as: str
+    tensor_flops_per_s: Figure
+    fp8_flops_per_s: Figure | None
+    memory_bytes: Figure
+    memory_bytes_per_s: Figure
+    link_bytes_per_s: Figure
+    ranks_per_node: Figure | None
+    node_network_bytes_per_s: Figure | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Efficiencies:
+    """What was fitted for one class of GPU: on how many runs of which sources, and the median error left."""
+
+    gpu: str
+    runs: int
+    sources: tuple[str, ...]
+    median_error_percent: float
+    command: str
+    coefficients: dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Devices:
+    devices: tuple[Device, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Efficiencies:
+    efficiencies: tuple[Efficiencies, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Named(Architecture):
+    """An architecture with the address of its configuration."""
+
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Architectures:
+    architectures: tuple[Named, ...]
+
+
+def _read(name: str, kind: type[T]) -> T:
+    text = resources.files("autopar.profiles").joinpath(f"{name}.json").read_text(encoding="utf-8")
+    return from_plain(kind, read_text(text, f"{name}.json", f"autopar.{name}", 1), name)
+
+
+@lru_cache(maxsize=1)
+def devices() -> dict[str, Device]:
+    """All shipped devices by name."""
+    return {device.name: device for device in _read("devices", _Devices).devices}
+
+
+@lru_cache(maxsize=1)
+def architectures() -> dict[str, Named]:
+    """All shipped models by name."""
+    return {arch.name: arch for arch in _read("architectures", _Architectures).architectures}
+
+
+@lru_cache(maxsize=1)
+def efficiencies() -> dict[str, Efficiencies]:
+    """What was fitted, by GPU class."""
+    return {each.gpu: each for each in _read("efficiencies", _Efficiencies).efficiencies}
+
+
+def cluster(text: str) -> tuple[ClusterFile, Device]:
+    """The cluster that `NAME:NODESxRANKS` names, with links by its figures; InputError for an unknown one."""
+    match = _CLUSTER.fullmatch(text)
+    name = match[1] if match else text.partition(":")[0]
+    device = _find(devices(), name, "cluster")
+    if match is None or not int(match[2]) or not int(match[3]):
+        raise InputError(
+            f"{text!r} is not a shipped cluster",
+            why="the form is NAME:NODESxRANKS, ranks of one node last",
+            fix=f"write for example {name}:2x8",
+        )
+    nodes, per_node = int(match[2]), int(match[3])
+    if nodes > 1 and device.node_network_bytes_per_s is None:
+        raise InputError(
+            f"{text} has {nodes} nodes and no known network",
+            why=f"no source states how nodes of {name} are joined",
+            fix=f"take one node ({name}:1x{per_node}) or measure yours with `autopar profile cluster`",
+        )
+    spec = ClusterSpec(
+        name=text,
+        device="cuda",
+        device_name=name,
+        world_size=nodes * per_node,
+        ranks_per_node=per_node,
+        memory_bytes=round(device.memory_bytes.value),
+    )
+    return ClusterFile(cluster=spec, links=_links(device, nodes, per_node), provenance=_provenance(device)), device
+
+
+def model(name: str, device: Device, *, sequence: int) -> ModelFile:
+    """The shipped model of this name with the seconds of its layers on `device`; InputError for an unknown one."""
+    arch = _find(architectures(), name, "model")
+    if arch.positions and sequence > arch.positions:
+        raise InputError(
+            f"{name} has no {sequence} positions", why=f"it has {arch.positions}", fix=f"--seq {arch.positions}"
+        )
+    plain = Architecture(**{f.name: getattr(arch, f.name) for f in fields(Architecture)})
+    return ModelFile(
+        model=model_spec(plain, dtype="bfloat16"),
+        layers=layer_profile(plain, machine(device), sequence=sequence, device_name=device.name),
+        provenance=_provenance(device),
+    )
+
+
+def machine(device: Device) -> roofline.Machine:
+    """The device with the efficiencies of its class, in 16 bits."""
+    c = efficiencies()[device.fitted_as].coefficients
+    peak = device.tensor_flops_per_s.value
+    return roofline.Machine(
+        product_flops_per_s=peak,
+        head_flops_per_s=peak,
+        attention_flops_per_s=peak,
+        memory_bytes_per_s=device.memory_bytes_per_s.value,
+        product_share=c["product_share"],
+        head_share=c["product_share"],
+        product_edge=c["product_edge"],
+        row_edge=c["row_edge"],
+        head_edge=c["product_edge"],
+        attention_share=c["attention_share"],
+        scores_passes=c["scores_passes"],
+        streamed_share=1 / c["streamed"],
+        misaligned=c["misaligned"],
+        misaligned_heads=c["misaligned_heads"],
+        loss_passes=c["loss_passes"],
+        launch_s=c["launch_s"],
+        backward_ratio=c["backward_ratio"],
+    )
+
+
+def _links(device: Device, nodes: int, per_node: int) -> LinkProfile:
+    """Curves of one group inside a node and one across two, by alpha and bandwidth; overlap as it was fitted."""
+    c = efficiencies()[device.fitted_as].coefficients
+    curves = []
+    inside = max(2, per_node)
+    rate = device.link_bytes_per_s.value * c["node_share"]
+    curves += [_curve(name, GroupShape(ranks=inside), rate, c["node_alpha_s"]) for name in COLLECTIVES]
+    if nodes > 1 and device.node_network_bytes_per_s is not None and device.ranks_per_node is not None:
+        share = min(1.0, per_node / device.ranks_per_node.value)
+        rate = device.node_network_bytes_per_s.value * share * c["network_share"]
+        shape = GroupShape(ranks=2 * per_node, nodes=2)
+        curves += [_curve(name, shape, rate, c["network_alpha_s"]) for name in COLLECTIVES]
+    return LinkProfile(curves=tuple(curves), overlap_slowdown=1 + c["contention"], overlap_origin="measured")
+
+
+def _curve(collective: Collective, shape: GroupShape, rate: float, alpha_s: float) -> LinkCurve:
+    n = shape.ranks
+    if collective == "p2p":
+        shape, weight, steps = GroupShape(ranks=2, nodes=shape.nodes), 1.0, 1.0
+    else:
+        weight = (2.0 if collective == "all_reduce" else 1.0) * (n - 1) / n
+        steps = log2(n)
+    seconds = tuple(alpha_s * steps + weight * size / rate for size in _SIZES)
+    return LinkCurve(collective=collective, shape=shape, size_bytes=_SIZES, seconds=seconds)
+
+
+def _provenance(device: Device) -> Provenance:
+    fitted = efficiencies()[device.fitted_as]
+    return Provenance(
+        machine=f"{device.name} by its maker's figures, efficiencies of {fitted.runs} {fitted.gpu} runs",
+        date="",
+        command=fitted.command,
+        versions={},
+    )
+
+
+def _find(known: dict[str, T], name: str, what: str) -> T:
+    if name in known:
+        return known[name]
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else "name one of them, or give a file"
+    raise InputError(f"no shipped {what} is called {name!r}", why=f"there are {', '.join(known)}", fix=hint)
