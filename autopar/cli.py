@@ -130,42 +130,54 @@ def search(
     pp: Annotated[list[int] | None, typer.Option(min=1, help="Allow this many stages (repeatable).")] = None,
     micro_batches: Annotated[list[int] | None, typer.Option(min=1, help="Allow this many (repeatable).")] = None,
     pin: Annotated[list[str] | None, typer.Option(help='Fix layers, e.g. "0-3: dp4-z3" (repeatable).')] = None,
+    forbid: Annotated[list[str] | None, typer.Option(help='Forbid, e.g. "*: tp4" or "0-3: r" (repeatable).')] = None,
+    max_strategies: Annotated[
+        int | None, typer.Option(min=1, help="At most so many different ones in blocks.")
+    ] = None,
+    tp_across_nodes: Annotated[bool, typer.Option("--tp-across-nodes", help="Let tp groups leave a node.")] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Let two other solvers check the bound.")] = False,
+    time_limit: Annotated[float | None, typer.Option(min=0.0, help="Seconds; then the best so far.")] = None,
+    frontier: Annotated[Path | None, typer.Option(help="Also the best step by memory: FILE.csv and FILE.svg.")] = None,
+    what_if: Annotated[str | None, typer.Option(help='Also after a change: "links*0.5", "memory-2GiB".')] = None,
     output: Out = Path("plan.json"),
     json: Json = False,
 ) -> None:
     """Find the fastest plan that fits. Loads no torch. Ctrl-C keeps the best one so far."""
-    from autopar.measured import ClusterFile, ModelFile
-    from autopar.report import plan_facts, plan_table
-    from autopar.request import Pin, Request
-    from autopar.searching import search_files
-    from autopar.units import dtype_name, parse_bytes
+    from time import monotonic
+
+    from autopar.search_command import Options, search_command
 
     _check_writable(output)
-    model_file, cluster_file = ModelFile.load(model), ClusterFile.load(cluster)
-    request = Request(
+    if frontier is not None:
+        _check_writable(frontier)
+    options = Options(
+        model=model,
+        cluster=cluster,
+        output=output,
         global_batch=global_batch,
-        sequence=seq or model_file.layers.sequence,
-        dtype=dtype_name(dtype) if dtype is not None else model_file.layers.dtype,
-        memory_bytes=parse_bytes(memory) if memory is not None else None,
+        memory=memory,
+        seq=seq,
+        dtype=dtype,
         pp=tuple(pp or ()),
-        num_micro_batches=tuple(micro_batches or ()),
-        pins=tuple(Pin.parse(text) for text in pin or ()),
+        micro_batches=tuple(micro_batches or ()),
+        pins=tuple(pin or ()),
+        forbids=tuple(forbid or ()),
+        max_strategies=max_strategies,
+        tp_across_nodes=tp_across_nodes,
+        verify=verify,
+        frontier=frontier,
+        what_if=what_if,
     )
+    deadline = None if time_limit is None else monotonic() + time_limit
     with progress("search") as report, _interrupt_stops() as stopped:
-        try:
-            result = search_files(
-                model_file,
-                cluster_file,
-                request,
-                progress=lambda phase, done, total: report({"what": phase, "done": done, "total": total}),
-                stop=stopped,
-            )
-        except RunError:
-            if stopped():
-                raise KeyboardInterrupt from None
-            raise
-    result.plan.save(output)
-    _answer(result.plan.dumps() if json else _shown(plan_table(result.plan), plan_facts(result.plan)))
+        found = search_command(
+            options,
+            progress=lambda phase, done, total: report({"what": phase, "done": done, "total": total}),
+            deadline=deadline,
+            stop=stopped,
+            halted=lambda: stopped() or (deadline is not None and monotonic() >= deadline),
+        )
+    _answer(found.plan if json else _shown(*found.parts))
     if stopped():
         raise KeyboardInterrupt
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass, field, replace
 
 from autopar.axes import RankMesh, divisors
 from autopar.errors import InputError, RunError
@@ -12,7 +11,7 @@ from autopar.legality import why_batch_illegal, why_schedule_illegal
 from autopar.measured import ClusterFile, ModelFile
 from autopar.price import CostTables
 from autopar.request import Request, Schedule
-from autopar.tables import Prices
+from autopar.tables import Memory, Prices
 
 MOST_MICRO_BATCHES = 1024
 """More micro-batches than this are tried only when the request names them."""
@@ -31,19 +30,30 @@ class Cut:
     schedule: Schedule
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class CutTables:
-    """The tables of each cut, in one order: with memory bounded from below, estimated, and bounded from above."""
+    """The tables of each cut, in one order: with memory bounded from below, estimated, and bounded from above.
+
+    lower is there; the others have the same times, and are made when asked for.
+    """
 
     cuts: tuple[Cut, ...]
+    prices: tuple[Prices, ...]
     lower: tuple[CostTables, ...]
-    near: tuple[CostTables, ...]
-    upper: tuple[CostTables, ...]
+    made: dict[tuple[Memory, int], CostTables] = field(default_factory=dict)
 
     @property
     def is_large(self) -> bool:
         """Whether asking once more takes noticeable time."""
         return max((one.time_ns.size for one in self.lower), default=0) > LARGE
+
+    def table(self, memory: Memory, place: int) -> CostTables:
+        """The table of the cut at this place."""
+        if memory == "lower":
+            return self.lower[place]
+        if (memory, place) not in self.made:
+            self.made[memory, place] = self.prices[place].tables(self.cuts[place].schedule, memory)
+        return self.made[memory, place]
 
 
 def legal_cuts(
@@ -109,11 +119,11 @@ def cut_tables(
     holds for both. Raises the InputError of the most telling cut when none has a strategy, RunError when `halted`.
     """
     tried: list[Cut] = []
-    made: dict[str, list[CostTables]] = {"lower": [], "near": [], "upper": []}
+    priced: list[Prices] = []
+    lower: list[CostTables] = []
     known = set(legal)
     failures: list[tuple[Cut, InputError]] = []
     prices: Prices | None = None
-    sides: tuple[Literal["lower", "near", "upper"], ...] = ("lower", "near", "upper")
     for i, cut in enumerate(legal):
         tell(i, len(legal))
         if halted():
@@ -136,21 +146,40 @@ def cut_tables(
                     pp=cut.pp,
                     num_micro_batches=cut.num_micro_batches,
                 )
-            sided = [prices.tables(cut.schedule, side) for side in sides]
+            made = prices.tables(cut.schedule, "lower")
         except InputError as error:
             failures.append((cut, error))
             continue
         tried.append(cut)
-        for side, one in zip(sides, sided, strict=True):
-            made[side].append(one)
+        priced.append(prices)
+        lower.append(made)
     tell(len(legal), len(legal))
     if not tried:
         # The reason of a cut whose stages are as wide as the pins says more than "occupies 4 ranks, a stage has 2".
         widths = {pin.strategy.ranks for pin in request.pins}
         world = cluster_file.cluster.world_size
-        raise next((error for cut, error in failures if world // cut.pp in widths), failures[0][1])
+        fitting = [error for cut, error in failures if world // cut.pp in widths]
+        if not fitting:
+            _explain_pins(cluster_file, request)
+        raise (fitting or [failures[0][1]])[0]
     reasons = [f"pp {cut.pp}, {cut.num_micro_batches} micro-batches: {error.why}" for cut, error in failures]
-    return (
-        CutTables(cuts=tuple(tried), lower=tuple(made["lower"]), near=tuple(made["near"]), upper=tuple(made["upper"])),
-        tuple(dict.fromkeys(reasons)),
-    )
+    made_all = CutTables(cuts=tuple(tried), prices=tuple(priced), lower=tuple(lower))
+    return made_all, tuple(dict.fromkeys(reasons))
+
+
+def _explain_pins(cluster_file: ClusterFile, request: Request) -> None:
+    """Raise InputError when no batch is legal for the numbers of stages whose ranks the pins occupy."""
+    world = cluster_file.cluster.world_size
+    counts = request.num_micro_batches or (1,)
+    for pin in request.pins:
+        if world % pin.strategy.ranks or (request.pp and world // pin.strategy.ranks not in request.pp):
+            continue
+        pp = world // pin.strategy.ranks
+        mesh = RankMesh.of(world_size=world, pp=pp, ranks_per_node=cluster_file.cluster.ranks_per_node)
+        reasons = [why_batch_illegal(request.global_batch, count, mesh) for count in counts]
+        if all(reasons):
+            raise InputError(
+                f"the pin {pin.short!r} is not legal with this batch",
+                why=f"it needs pp {pp}: {reasons[0]}",
+                fix="change the global batch, or drop the pin",
+            )

@@ -51,10 +51,14 @@ class InputError(AutoparError):
 
 
 class InfeasibleError(AutoparError):
-    """No plan fits the memory budget, the pins or the batch; `leanest` is the Plan nearest to fitting, if any."""
+    """No plan fits the memory budget, the pins or the batch.
+
+    leanest: the Plan nearest to fitting, if any; relaxations: what would fit (autopar.relaxing), cheapest first.
+    """
 
     exit_code = 4
     leanest: object | None = None
+    relaxations: tuple[object, ...] = ()
 
 
 class RunError(AutoparError):

@@ -15,7 +15,7 @@ from autopar.errors import InputError
 from autopar.formats import dumps, from_plain, read_file, read_text, to_plain, write_file
 from autopar.legality import why_batch_illegal, why_illegal, why_schedule_illegal
 from autopar.model import ModelSpec, layer_names
-from autopar.request import Pin, Request, Schedule
+from autopar.request import Forbid, Pin, Request, Schedule
 from autopar.strategy import Strategy
 
 PLAN_KIND, PLAN_SCHEMA = "autopar.plan", 1
@@ -192,6 +192,7 @@ class Plan:
         """The text of plan.json."""
         body = {f.name: to_plain(getattr(self, f.name)) for f in fields(self)}
         body["request"]["pins"] = [pin.short for pin in self.request.pins]
+        body["request"]["forbids"] = [ban.short for ban in self.request.forbids]
         mesh = self.mesh
         body["mesh"] = {"pp": mesh.pp, **{axis.name: axis.size for axis in mesh.axes}}
         body["strategies"] = _run_length(self.strategies)
@@ -219,9 +220,10 @@ class Plan:
         data["pp"] = mesh.get("pp")
         data["strategies"] = _expand(from_plain(dict[str, str], data.get("strategies"), f"{where}.strategies"), where)
         request = data.get("request")
-        if isinstance(request, dict) and isinstance(request.get("pins"), list):
-            pins = from_plain(tuple[str, ...], request["pins"], f"{where}.request.pins")
-            request["pins"] = [to_plain(Pin.parse(pin)) for pin in pins]
+        for key, read in (("pins", Pin.parse), ("forbids", Forbid.parse)):
+            if isinstance(request, dict) and isinstance(request.get(key), list):
+                texts = from_plain(tuple[str, ...], request[key], f"{where}.request.{key}")
+                request[key] = [to_plain(read(text)) for text in texts]
         plan = from_plain(cls, data, where)
         expected = {"pp": plan.mesh.pp, **{axis.name: axis.size for axis in plan.mesh.axes}}
         if mesh != expected:

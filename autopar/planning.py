@@ -10,8 +10,8 @@ from autopar.errors import InputError
 from autopar.formats import read_kind
 from autopar.measured import MODEL_KIND, ClusterFile, ModelFile
 from autopar.plan import Plan
-from autopar.request import Pin, Request
-from autopar.searching import search_files
+from autopar.relaxing import search_or_explain
+from autopar.request import Forbid, Pin, Request
 from autopar.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -32,6 +32,8 @@ def search(
     pp: Sequence[int] = (),
     micro_batches: Sequence[int] = (),
     pins: Sequence[str] = (),
+    forbids: Sequence[str] = (),
+    max_strategies: int | None = None,
     example: Mapping[str, Tensor] | None = None,
     loss: LossFunction | None = None,
 ) -> Plan:
@@ -40,7 +42,8 @@ def search(
     model: an nn.Module, a MODEL string, or what `profile model` measured (the value or its file); cluster: what
     `profile cluster` measured, or "local", which measures this machine now; global_batch: samples of one step over all
     ranks; sequence: tokens a sample (default: of the profile, of the example, or 2048); memory: budget of one rank in
-    bytes or as `24GiB`; pins: such as "0-3: dp4-z3"; example, loss: as in `autopar.parallelize`, for an nn.Module.
+    bytes or as `24GiB`; pins: such as "0-3: dp4-z3"; forbids: such as "*: tp4"; max_strategies: at most so many
+    different ones over the blocks; example, loss: as in `autopar.parallelize`, for an nn.Module.
     Raises InputError, InfeasibleError when nothing fits, RunError when a measurement fails.
     """
     cluster_file = _cluster(cluster)
@@ -54,10 +57,12 @@ def search(
             pp=tuple(pp),
             num_micro_batches=tuple(micro_batches),
             pins=tuple(Pin.parse(pin) for pin in pins),
+            forbids=tuple(Forbid.parse(ban) for ban in forbids),
+            max_strategies=max_strategies,
         )
     except ValueError as error:
         raise InputError("the request is not acceptable", why=str(error), fix="give a number of at least 1") from None
-    return search_files(model_file, cluster_file, request).plan
+    return search_or_explain(model_file, cluster_file, request).plan
 
 
 def _cluster(cluster: ClusterFile | Path) -> ClusterFile:

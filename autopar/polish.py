@@ -29,24 +29,22 @@ def polish(
     strategies: Columns,
     *,
     fits: Callable[[Cuts, Columns], bool],
-    lower: CostTables | None = None,
     halted: Callable[[], bool] = lambda: False,
 ) -> tuple[Cuts, Columns]:
     """A choice that fits and has no better neighbour that fits among those asked, starting from one that fits.
 
     Neighbours differ in one layer, in all equal layers of one strategy, in one layer at a cut, and in small tables in
-    any two layers. lower: the table with memory bounded from below; what it rules out is not asked of `fits`.
+    any two layers. tables: with memory bounded from below; what does not fit them is not asked of `fits`.
     O(layers * strategies) in numpy a step, and ASKED questions at most. Stops early when `halted`.
     """
     current = layers_per_stage, strategies
     best_ns = score(tables, *current).objective_ns
     while not halted():
-        better = sorted(_better_singles(tables, lower, *current, best_ns))
+        better = sorted(_better_singles(tables, *current, best_ns))
         better += [
             (objective_ns, choice)
             for choice in neighbours(tables, *current)
-            if (objective_ns := score(tables, *choice).objective_ns) < best_ns
-            and (lower is None or score(lower, *choice).fits)
+            if (summed := score(tables, *choice)).fits and (objective_ns := summed.objective_ns) < best_ns
         ]
         better.sort()
         found = None
@@ -63,7 +61,7 @@ def polish(
 
 
 def _better_singles(
-    tables: CostTables, lower: CostTables | None, layers_per_stage: Cuts, strategies: Columns, best_ns: int
+    tables: CostTables, layers_per_stage: Cuts, strategies: Columns, best_ns: int
 ) -> Iterator[tuple[int, tuple[Cuts, Columns]]]:
     """The choices below best_ns that differ in one layer, tied ends left out, with their objectives."""
     chosen, stage = np.array(strategies), np.repeat(np.arange(tables.stages), layers_per_stage)
@@ -92,8 +90,7 @@ def _better_singles(
     changed = stage_ns[stage][:, None] + time
     objective = stage_ns.sum() + time + (tables.micro_batches - 1) * np.maximum(others[stage][:, None], changed)
     wanted = feasible & (objective < best_ns)
-    if lower is not None:
-        wanted &= _may_fit(lower, stage, chosen)
+    wanted &= _may_fit(tables, stage, chosen)
     for layer, s in np.argwhere(wanted):
         yield (
             int(objective[layer, s]),
@@ -101,15 +98,15 @@ def _better_singles(
         )
 
 
-def _may_fit(lower: CostTables, stage: Int, chosen: Int) -> NDArray[np.bool_]:
+def _may_fit(tables: CostTables, stage: Int, chosen: Int) -> NDArray[np.bool_]:
     """bool[U, S]: whether the stage of a layer still fits in this table after the layer takes another strategy."""
     units = np.arange(len(chosen))
-    kept = lower.state_bytes + np.array(lower.in_flight)[stage][:, None] * lower.saved_bytes
-    now, peak = kept[units, chosen], lower.transient_bytes[units, chosen]
+    kept = tables.state_bytes + np.array(tables.in_flight)[stage][:, None] * tables.saved_bytes
+    now, peak = kept[units, chosen], tables.transient_bytes[units, chosen]
     others = np.array([peak[(stage == stage[u]) & (units != u)].max(initial=0) for u in units])
     total = np.bincount(stage, weights=now).astype(np.int64)[stage][:, None] - now[:, None] + kept
-    needed = total + np.maximum(others[:, None], lower.transient_bytes)
-    return np.asarray(needed <= np.array(lower.budget_bytes)[stage][:, None])
+    needed = total + np.maximum(others[:, None], tables.transient_bytes)
+    return np.asarray(needed <= np.array(tables.budget_bytes)[stage][:, None])
 
 
 def neighbours(tables: CostTables, layers_per_stage: Cuts, strategies: Columns) -> Iterator[tuple[Cuts, Columns]]:

@@ -49,7 +49,7 @@ class Pin:
 
 @dataclass(frozen=True, kw_only=True)
 class Forbid:
-    """Layers that must not take a strategy, or any with one part: written `0-3: dp4-z3`, `*: tp4`, `*: z3` or `*: r`."""
+    """Layers that must not take a strategy, or any that has one part: `0-3: dp4-z3`, `*: tp4`, `*: z3` or `*: r`."""
 
     layers: str
     what: str
@@ -78,7 +78,7 @@ class Forbid:
         return _indices(self.layers, num_layers, f"the ban {self.short!r}")
 
     def meets(self, strategy: Strategy) -> bool:
-        """Whether it forbids this strategy: by its whole short form, or by one part of it (`tp4` is also in `tp4s`)."""
+        """Whether it forbids this strategy: by its whole short form, or by one part (`tp4` is also in `tp4s`)."""
         if _PART.fullmatch(self.what) is None:
             return strategy == Strategy.parse(self.what)
         parts = strategy.short.split("-")

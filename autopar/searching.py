@@ -8,10 +8,10 @@ neighbours of them, are simulated, and the fastest one that fits is the plan.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count
 from time import monotonic
 
 import autopar
@@ -24,10 +24,13 @@ from autopar.predict import Units, predict, stage_memory
 from autopar.price import INFEASIBLE, CostTables, score
 from autopar.request import Request, Schedule
 from autopar.solvers.lean import leanest_of
-from autopar.solvers.pipeline import solve_pipeline
+from autopar.solvers.pipeline import TableChoice, solve_pipeline, solve_table
+from autopar.solvers.table import quick_bound
+from autopar.tables import Memory
 from autopar.units import KIB, MIB, format_bytes
 
 SOLVER = "labels"
+SIDES: tuple[Memory, ...] = ("lower", "near", "upper")
 SHORTLIST = 8
 WITHIN = 0.25
 """How much worse than the best a table's choice may be to be simulated: more than the objective and a step differ."""
@@ -67,11 +70,13 @@ def search_files(
     progress: Progress | None = None,
     deadline: float | None = None,
     stop: Callable[[], bool] | None = None,
+    verify: bool = False,
 ) -> SearchResult:
     """The best plan for a measured model on a measured cluster.
 
-    deadline: a moment of `time.monotonic()`; stop: asked now and then; after either the best so far is returned, with
-    its gap. The same input gives the same plan, byte for byte, unless stopped.
+    verify: let other provers check the bound and write their names into the certificate; deadline: a moment of
+    `time.monotonic()`; stop: asked now and then; after either the best so far is returned, with its gap. The same
+    input gives the same plan, byte for byte, unless stopped.
     Raises InputError when nothing is legal or the files do not fit the request, InfeasibleError (with `leanest`, a
     Plan) when nothing fits the budget, RunError when stopped before anything was found.
     """
@@ -99,7 +104,8 @@ def search_files(
         _add_twins(pool)
     if not any(finalist.fits for finalist in pool.found.values()):
         raise _nothing_fits(pool, proven=bound_ns == INFEASIBLE)
-    certified = [replace(f, plan=_certified(f.plan, bound_ns)) for f in pool.found.values()]
+    provers = _provers(pool, bound_ns, tell, halted) if verify else ()
+    certified = [replace(f, plan=_certified(f.plan, bound_ns, provers)) for f in pool.found.values()]
     certified.sort(key=lambda f: (not f.fits, *_rank(f.plan)))
     return SearchResult(plan=certified[0].plan, finalists=tuple(certified), skipped=(*skipped, *reasons))
 
@@ -111,6 +117,7 @@ class _Pool:
         self.model_file, self.cluster_file, self.request, self.made = model_file, cluster_file, request, made
         self.budget_bytes = request.memory_bytes or cluster_file.cluster.memory_bytes
         self.found: dict[tuple[int, Cuts, Columns, Schedule], Finalist] = {}
+        self.bounding: TableChoice | None = None
         self._units: Units = {}
         self._peaks: dict[tuple[int, int, int, Columns], int] = {}
         model, cluster = model_file.model, cluster_file.cluster
@@ -146,6 +153,9 @@ class _Pool:
 
     def fits(self, table: int, layers_per_stage: Cuts, strategies: Columns) -> bool:
         """Whether the memory walk of every stage stays within the budget; each stage is walked once."""
+        most = self.request.max_strategies
+        if most is not None and len(set(strategies[1:-1])) > most:
+            return False
         if not score(self.made.lower[table], layers_per_stage, strategies).fits:
             return False
         plan, first = None, 0
@@ -167,7 +177,7 @@ class _Pool:
 
     def _plan(self, table: int, layers_per_stage: Cuts, strategies: Columns, schedule: Schedule) -> Plan:
         """The plan of a choice, without a prediction, with a certificate that has no bound yet."""
-        cut, tables = self.made.cuts[table], self.made.upper[table]
+        cut, tables = self.made.cuts[table], self.made.lower[table]
         return Plan(
             model=self._model,
             cluster=self._cluster,
@@ -195,10 +205,15 @@ def _propose(pool: _Pool, tell: Progress, deadline: float | None, stop: Callable
     """
     made, most = pool.made, pool.request.max_strategies
     solve = partial(
-        solve_pipeline, shortlist=SHORTLIST, deadline=deadline, stop=stop, within=WITHIN, max_strategies=most
+        solve_pipeline,
+        shortlist=SHORTLIST if not made.is_large else SHORTLIST // 2,
+        deadline=deadline,
+        stop=stop,
+        within=WITHIN,
+        max_strategies=most,
     )
     steps = 3 + 4 * ROUNDS
-    done = count()
+    done = itertools.count()
 
     def ask(asked: dict[int, CostTables]) -> dict[int, CostTables]:
         """The tables whose choice does not fit and is below the best that fits, to be asked again for less."""
@@ -210,6 +225,7 @@ def _propose(pool: _Pool, tell: Progress, deadline: float | None, stop: Callable
             assert one.choice.layers_per_stage is not None
             assert one.choice.strategies is not None
             place = places[one.table]
+            pool.bounding = pool.bounding or replace(one, table=place)
             proposed[place] = pool.add(place, one.choice.layers_per_stage, one.choice.strategies)
             bounds.append(one.lower_bound_ns)
         best_ns = pool.best_ns()
@@ -219,11 +235,10 @@ def _propose(pool: _Pool, tell: Progress, deadline: float | None, stop: Callable
             if not f.fits and _objective(f.plan) < best_ns
         }
 
-    def refine(places: Sequence[int], sides: Sequence[tuple[CostTables, ...]]) -> None:
-        for side in sides:
-            asked = {place: side[place] for place in places}
-            for _ in range(ROUNDS):
-                asked = asked and ask(asked)
+    def refine(places: Sequence[int], memory: Memory) -> None:
+        asked = {place: made.table(memory, place) for place in places}
+        for _ in range(ROUNDS):
+            asked = asked and ask(asked)
 
     bounds: list[int] = []
     bound_ns = 0
@@ -233,11 +248,12 @@ def _propose(pool: _Pool, tell: Progress, deadline: float | None, stop: Callable
         unsure = {key[0]: _objective(f.plan) for key, f in pool.found.items() if key[0] in asked}
         for _ in range(ROUNDS - 1):
             asked = asked and ask(asked)
-        for side in (made.near, made.upper):
+        for memory in SIDES[1:]:
             worth_ns = pool.best_ns() * (1 - (CLOSE if made.is_large else 0))
-            refine([place for place, least_ns in unsure.items() if least_ns < worth_ns], (side,))
-        if bounds and pool.best_ns() == INFEASIBLE:
-            refine(range(len(made.cuts)), (made.near, made.upper))
+            refine([place for place, least_ns in unsure.items() if least_ns < worth_ns], memory)
+        for memory in SIDES[1:]:
+            if bounds and pool.best_ns() == INFEASIBLE:
+                refine(range(len(made.cuts)), memory)
     except RunError:
         if pool.best_ns() == INFEASIBLE:
             _add_leanest(pool)
@@ -249,7 +265,7 @@ def _propose(pool: _Pool, tell: Progress, deadline: float | None, stop: Callable
 
 def _polish(pool: _Pool, bound_ns: int, tell: Progress, halted: Callable[[], bool]) -> None:
     """Better neighbours of the best choices, one a table, join the pool."""
-    if pool.best_ns() > bound_ns:
+    if pool.best_ns() * (1 - (CLOSE if pool.made.is_large else 0)) > bound_ns:
         if pool.best_ns() == INFEASIBLE:
             _add_leanest(pool)
         best: dict[int, tuple[Cuts, Columns]] = {}
@@ -260,8 +276,7 @@ def _polish(pool: _Pool, bound_ns: int, tell: Progress, halted: Callable[[], boo
         for i, table in enumerate(tables):
             tell("polish", i, len(tables))
             fits = partial(pool.fits, table)
-            made, lower = pool.made.upper[table], pool.made.lower[table]
-            pool.add(table, *polish(made, *best[table], fits=fits, lower=lower, halted=halted))
+            pool.add(table, *polish(pool.made.lower[table], *best[table], fits=fits, halted=halted))
         tell("polish", len(tables), len(tables))
 
 
@@ -276,8 +291,8 @@ def _add_twins(pool: _Pool) -> None:
 
 def _add_leanest(pool: _Pool) -> None:
     """The leanest choice of each side joins the pool: near the cliff it may be the only one that fits."""
-    for made in (pool.made.upper, pool.made.near, pool.made.lower):
-        lean = leanest_of(made)
+    for memory in SIDES:
+        lean = leanest_of([pool.made.table(memory, place) for place in range(len(pool.made.cuts))])
         if lean is not None:
             pool.add(lean[0], *lean[1][:2])
 
@@ -303,7 +318,35 @@ def _rank(plan: Plan) -> tuple[float, int, int, int, tuple[object, ...]]:
     return plan.predicted.step_s, plan.pp, plan.num_micro_batches, _peak(plan), rest
 
 
-def _certified(plan: Plan, bound_ns: int) -> Plan:
+def _provers(pool: _Pool, bound_ns: int, tell: Progress, halted: Callable[[], bool]) -> tuple[str, ...]:
+    """Who agrees that no plan is below the bound: in every table that could hold one, not only in the best.
+
+    Nobody where the number of strategies is limited, which these programs do not express.
+    """
+    from autopar.solvers.certificate import certify
+
+    if pool.bounding is None or pool.bounding.lower_bound_ns < bound_ns or pool.request.max_strategies is not None:
+        return ()
+    open_ = [place for place, one in enumerate(pool.made.lower) if quick_bound(one) < bound_ns]
+    places = list(dict.fromkeys((pool.bounding.table, *open_)))
+    names: tuple[str, ...] | None = None
+    for i, place in enumerate(places):
+        tell("verify", i, len(places))
+        if halted() or names == ():
+            return ()
+        if place == pool.bounding.table:
+            choice = replace(pool.bounding.choice, lower_bound_ns=bound_ns)
+        else:
+            choice = solve_table(pool.made.lower[place])
+            if choice.status == "gap" or choice.lower_bound_ns < bound_ns:
+                return ()
+        agree = certify(pool.made.lower[place], choice)
+        names = agree if names is None else tuple(name for name in names if name in agree)
+    tell("verify", len(places), len(places))
+    return names or ()
+
+
+def _certified(plan: Plan, bound_ns: int, verified_by: tuple[str, ...] = ()) -> Plan:
     objective_ns = _objective(plan)
     return replace(
         plan,
@@ -312,6 +355,7 @@ def _certified(plan: Plan, bound_ns: int) -> Plan:
             lower_bound_ns=min(bound_ns, objective_ns),
             status="optimal" if bound_ns >= objective_ns else "gap",
             solver=SOLVER,
+            verified_by=verified_by,
         ),
     )
 

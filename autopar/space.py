@@ -84,7 +84,7 @@ class StrategySpace:
             if not left:
                 raise InputError(
                     f"every legal strategy of layer {name} is forbidden",
-                    why=f"legal: {', '.join(map(str, legal[kind.name]))}; forbidden: {'; '.join(b.short for b in bans)}",
+                    why=f"legal: {', '.join(map(str, legal[kind.name]))}; bans: {'; '.join(b.short for b in bans)}",
                     fix="forbid less",
                 )
             chosen.append(left)

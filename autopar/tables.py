@@ -23,7 +23,6 @@ from autopar.strategy import Strategy
 from autopar.units import DTYPE_BYTES, NS_PER_S
 from autopar.work import layer_work, relayout_s, send_s
 
-
 Memory = Literal["upper", "near", "lower"]
 
 
@@ -91,7 +90,9 @@ class Prices:
         space = StrategySpace.of(model, layers, mesh, request, micro_batch)
         works: dict[tuple[str, int], int] = {}
         rows: dict[tuple[str, int, tuple[int, ...]], int] = {}
-        classes, units, times = [], [], []
+        classes: list[int] = []
+        units: list[dict[int, Unit]] = []
+        times = []
         for layer, allowed in enumerate(space.allowed):
             shared, kind = shared_bytes(model, layer, pp), model.layers[layer]
             classes.append(rows.setdefault((kind, shared, allowed), len(rows)))

@@ -231,9 +231,8 @@ def main(runs: int = 3) -> None:
                 peak = max(peak, after.ru_maxrss)
             limit = "-" if case.limit_s is None else f"{case.limit_s:.1f}"
             peak_mib = peak * 1024 / MIB
-            print(
-                f"{case.name:24} {statistics.median(wall):8.2f} {statistics.median(cpu):8.2f} {limit:>6} {peak_mib:9.0f}"
-            )
+            seconds = f"{statistics.median(wall):8.2f} {statistics.median(cpu):8.2f}"
+            print(f"{case.name:24} {seconds} {limit:>6} {peak_mib:9.0f}")
 
 
 if __name__ == "__main__":
