@@ -26,8 +26,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from autopar.formats import dumps
 from autopar.shipped import Efficiencies
 from tests.bench.fidelity_lib import judging
-from tests.bench.fidelity_lib.cases import COMPOSED, Case, load
+from tests.bench.fidelity_lib.cases import COMPOSED, Case
 from tests.bench.fidelity_lib.fitting import fit
+from tests.bench.fidelity_lib.records import load
 from tests.bench.fidelity_lib.steps import COEFFICIENTS, Array, Batch, batch, predict, with_paths
 
 EFFECTS = {

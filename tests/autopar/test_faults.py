@@ -1,0 +1,132 @@
+"""The ten faults of other cost models (design: cost model, section 7), each against a count by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from autopar import roofline, shipped
+from autopar.comm import seconds, shape_of
+from autopar.errors import InputError
+from autopar.estimating import Degrees, files, priced, uniform
+from autopar.measured import GroupShape, LayerProfile
+from autopar.pipeline import StageTimes, simulate
+from autopar.plan import Plan, Prediction
+from autopar.predict import predict
+from autopar.strategy import Strategy
+from autopar.units import MIB
+from autopar.work import layer_work
+from tests.autopar.test_roofline import MACHINE, SHAPE
+
+MODEL, CLUSTER = files("llama2-7b", "a100-80g:2x8", sequence=4096)
+
+
+def plan_of(degrees: Degrees, batch: int = 256) -> Plan:
+    return uniform(MODEL, CLUSTER, degrees, global_batch=batch)
+
+
+def price(plan: Plan, layers: LayerProfile = MODEL.layers) -> Prediction:
+    return predict(plan, MODEL.model, layers, CLUSTER.cluster, CLUSTER.links)
+
+
+def work(strategy: str, samples: float = 2.0):
+    plan, chosen = plan_of(Degrees()), Strategy.parse(strategy)
+    cost = MODEL.layers.find("block", chosen.tp, chosen.sequence_norms)
+    assert cost is not None
+    return layer_work(
+        cost,
+        chosen,
+        mesh=plan.mesh,
+        cluster=CLUSTER.cluster,
+        links=replace(CLUSTER.links, overlap_origin="assumed"),
+        samples=samples,
+        optimizer="adamw",
+    )
+
+
+def test_1_every_micro_batch_gathers_again_for_its_backward() -> None:
+    cost = MODEL.layers.find("block")
+    assert cost is not None
+    shape = shape_of(plan_of(Degrees()).mesh, plan_of(Degrees()).mesh.names, 8)
+    gather = seconds(CLUSTER.links, "all_gather", shape, cost.parameter_bytes).seconds
+    assert work("dp16-z3").zero_backward_s - work("dp16-z2").zero_backward_s == pytest.approx(gather)
+    one, four = price(plan_of(Degrees(zero=3))), price(plan_of(Degrees(zero=3, num_micro_batches=4)))
+    assert four.parts_s["zero_communication"] > 2 * one.parts_s["zero_communication"]
+
+
+def test_2_gradients_under_sequence_parallel_norms_are_not_free() -> None:
+    """All replicas of parameters reduce: dp 2 beside tp 8, and all 16 ranks of embedding and head."""
+    assert work("dp2-tp8s", 16.0).sync_s > 0
+    assert (
+        price(plan_of(Degrees(tp=8, sequence_norms=True))).parts_s["gradient_sync"]
+        > work("dp2-tp8s", 16.0).sync_s * 32
+    )
+
+
+def test_3_context_parallel_divides_the_compute() -> None:
+    whole, half = roofline.block(SHAPE, MACHINE), roofline.block(replace(SHAPE, cp=2), MACHINE)
+    assert half.backward_s == pytest.approx(whole.backward_s / 2, rel=0.05)
+
+
+def test_4_a_batch_that_does_not_divide_is_not_one_sample_a_rank() -> None:
+    with pytest.raises(InputError, match="batch is not legal"):
+        plan_of(Degrees(), batch=12)
+
+
+def test_5_recompute_has_a_peak_logits_have_a_size_and_the_optimizer_a_transient() -> None:
+    block, head = MODEL.layers.find("block"), MODEL.layers.find("head")
+    assert block is not None
+    assert head is not None
+    tokens = 4096
+    assert head.saved_bytes.at(1) >= 4 * tokens * 32000
+    assert head.backward_peak_bytes.at(1) >= 12 * tokens * 32000
+    kept, again = price(plan_of(Degrees(zero=3))), price(plan_of(Degrees(zero=3, recompute="full")))
+    samples = 256 / 16
+    # 32 inputs stay, and one block's whole saved set is there while it is computed again.
+    assert again.memory[0].peak_bytes < kept.memory[0].peak_bytes / 3
+    floor = 32 * block.input_bytes.at(samples) + max(block.saved_bytes.at(samples), head.saved_bytes.at(samples))
+    assert again.memory[0].peak_bytes > floor
+    ddp = price(plan_of(Degrees(), batch=16))
+    assert ddp.memory[0].peak_bytes > 4 * 2 * shipped.architectures()["llama2-7b"].parameter_count
+
+
+def test_6_a_slow_middle_stage_decides() -> None:
+    stages = [StageTimes(forward_s=1.0, backward_s=2.0)] * 4
+    slow = [*stages[:1], StageTimes(forward_s=2.0, backward_s=4.0), *stages[2:]]
+    even = simulate(stages, schedule="1f1b", micro_batches=16, send_s=0.0).step_s
+    uneven = simulate(slow, schedule="1f1b", micro_batches=16, send_s=0.0).step_s
+    assert uneven >= 16 * 6.0 > even
+
+
+def test_7_twice_the_bytes_never_take_more_than_twice_as_long() -> None:
+    for shape in (GroupShape(ranks=8), GroupShape(ranks=16, nodes=2), GroupShape(ranks=4, nodes=2, concurrent=4)):
+        times = [seconds(CLUSTER.links, "all_reduce", shape, size * MIB).seconds for size in (1, 2, 4, 8, 16, 32)]
+        assert all(1 <= after / before <= 2 + 1e-9 for before, after in pairwise(times))
+
+
+def test_8_a_small_all_reduce_takes_its_latency() -> None:
+    shape = GroupShape(ranks=16, nodes=2)
+    small, large = (seconds(CLUSTER.links, "all_reduce", shape, size).seconds for size in (1, 256 * MIB))
+    assert small > 2e-5
+    assert large < 256 * MIB * small  # not one scalar of seconds a byte
+
+
+def test_9_the_worst_stage_is_named_not_the_mean() -> None:
+    found = price(plan_of(Degrees(pp=4, num_micro_batches=64)))
+    peaks = [memory.peak_bytes for memory in found.memory]
+    assert found.memory[found.worst_rank].peak_bytes == max(peaks) > 1.1 * sum(peaks) / len(peaks)
+    parameters = [memory.parts_bytes["parameters"] for memory in found.memory]
+    # Embedding and head stand on the ends alone: 32000 x 4096 elements of 2 bytes each.
+    assert parameters[0] - parameters[4] == 2 * 32000 * 4096
+
+
+def test_10_seconds_and_bytes_are_what_they_say() -> None:
+    arch = shipped.architectures()["llama2-7b"]
+    found = priced(plan_of(Degrees(zero=3, recompute="full")), MODEL, CLUSTER).predicted
+    assert found is not None
+    utilisation = 6 * arch.parameter_count * 256 * 4096 / (found.step_s * 16 * 312e12)
+    assert 0.2 < utilisation < 0.7
+    assert found.memory[0].parts_bytes["parameters"] == pytest.approx(2 * arch.parameter_count / 16, rel=1e-4)
+    assert CLUSTER.cluster.memory_bytes == 80 * 10**9
