@@ -22,11 +22,11 @@ class ClusterSpec:
     memory_bytes: int
 
     def __post_init__(self) -> None:
-        for field in ("world_size", "ranks_per_node", "memory_bytes"):
+        for field, limit in (("world_size", 1 << 20), ("ranks_per_node", 1 << 20), ("memory_bytes", 1 << 60)):
             if getattr(self, field) < 1:
                 raise ValueError(f"ClusterSpec.{field} must be >= 1, not {getattr(self, field)}")
-        if self.world_size > 1 << 20:
-            raise ValueError(f"ClusterSpec.world_size is absurd: {self.world_size}")
+            if getattr(self, field) > limit:
+                raise ValueError(f"ClusterSpec.{field} is absurd: {getattr(self, field)}")
         if self.world_size > self.ranks_per_node and self.world_size % self.ranks_per_node:
             raise ValueError(
                 f"ClusterSpec.world_size {self.world_size} is not a whole number of nodes of {self.ranks_per_node}"

@@ -12,6 +12,7 @@ import difflib
 import json
 import math
 import os
+import stat
 import tempfile
 import types
 import typing
@@ -22,6 +23,8 @@ from typing import Any, TypeVar
 from autopar.errors import InputError
 
 T = TypeVar("T")
+
+_CORRECT = "correct the file or write it again"
 
 
 def to_plain(value: Any) -> Any:
@@ -57,8 +60,10 @@ def _read(kind: Any, data: Any, where: str) -> Any:
     if origin is typing.Literal:
         options = typing.get_args(kind)
         if data not in options or isinstance(data, bool):
-            hint = _nearest(str(data), [str(o) for o in options])
-            raise InputError(f"{where} cannot be {data!r}", why=f"it is one of {list(options)}", fix=hint)
+            hint = _nearest(str(data)[:100], [str(o) for o in options])
+            raise InputError(
+                f"{where} cannot be {_shown(data)}", why=f"it is one of {list(options)}", fix=hint or _CORRECT
+            )
         return data
     if origin is tuple:
         if not isinstance(data, list):
@@ -72,7 +77,8 @@ def _read(kind: Any, data: Any, where: str) -> Any:
     if origin in (dict, Mapping) or (isinstance(origin, type) and issubclass(origin, Mapping)):
         if not isinstance(data, dict):
             raise _wrong(where, "an object", data)
-        return {key: _read(typing.get_args(kind)[1], item, f"{where}.{key}") for key, item in data.items()}
+        value = typing.get_args(kind)[1]
+        return {_read(str, key, where): _read(value, item, f"{where}.{key[:60]}") for key, item in data.items()}
     return _read_scalar(kind, data, where)
 
 
@@ -80,15 +86,31 @@ def _read_scalar(kind: Any, data: Any, where: str) -> Any:
     if kind is Any:
         return data
     if kind is float:
-        if isinstance(data, bool) or not isinstance(data, int | float) or not math.isfinite(data):
+        if isinstance(data, bool) or not isinstance(data, int | float):
             raise _wrong(where, "a finite number", data)
-        return float(data)
+        try:
+            number = float(data)
+        except OverflowError:  # a whole number of more than 308 digits
+            number = math.inf
+        if not math.isfinite(number):
+            raise _wrong(where, "a finite number", data)
+        return number
     names = {int: "a whole number", str: "a string", bool: "true or false"}
     if kind not in names:
         raise TypeError(f"formats cannot read {kind!r} ({where})")
     if not isinstance(data, kind) or (kind is int and isinstance(data, bool)):
         raise _wrong(where, names[kind], data)
+    if kind is str and not _encodable(data):  # half of a pair, written as an escape: no file could hold it
+        raise _wrong(where, "text that UTF-8 can write", data)
     return data
+
+
+def _encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _read_dataclass(kind: Any, data: Any, where: str) -> Any:
@@ -99,9 +121,9 @@ def _read_dataclass(kind: Any, data: Any, where: str) -> Any:
     for key in data:
         if key not in fields:
             raise InputError(
-                f"{where} has an unknown key {key!r}",
+                f"{where} has an unknown key {_shown(key)}",
                 why=f"known keys: {', '.join(fields)}",
-                fix=_nearest(key, list(fields)) or "remove it, or read the file with the version that wrote it",
+                fix=_nearest(key[:100], list(fields)) or "remove it, or read the file with the version that wrote it",
             )
     values = {}
     for name, field in fields.items():
@@ -112,14 +134,20 @@ def _read_dataclass(kind: Any, data: Any, where: str) -> Any:
     try:
         return kind(**values)
     except ValueError as error:
-        raise InputError(
-            f"{where} is not acceptable", why=str(error), fix="correct the file or write it again"
-        ) from None
+        raise InputError(f"{where} is not acceptable", why=str(error), fix=_CORRECT) from None
 
 
 def _wrong(where: str, expected: str, data: Any) -> InputError:
-    shown = repr(data) if len(repr(data)) <= 60 else f"{repr(data)[:57]}..."
-    return InputError(f"{where} must be {expected}", why=f"it is {shown}", fix="correct the file or write it again")
+    return InputError(f"{where} must be {expected}", why=f"it is {_shown(data)}", fix=_CORRECT)
+
+
+def _shown(data: Any) -> str:
+    """The data in at most 60 characters."""
+    try:
+        shown = ascii(data)
+    except ValueError:  # Python refuses to print whole numbers of more than 4300 digits
+        return "a number of thousands of digits"
+    return shown if len(shown) <= 60 else f"{shown[:57]}..."
 
 
 def _nearest(word: str, known: list[str]) -> str:
@@ -150,15 +178,17 @@ def read_text(text: str, name: str, kind: str, schema: int) -> dict[str, Any]:
     """The fields of the text of such a file; `name` is what errors call it."""
     fix = f"give a file that autopar wrote as {kind!r}"
     try:
-        data = json.loads(text, parse_constant=_refuse_constant)
+        data = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_once)
+    except InputError as error:
+        raise InputError(f"{name} has {error.what}", why=error.why, fix=error.fix) from None
     except (ValueError, RecursionError) as error:
         raise InputError(f"{name} is not JSON", why=f"{error} (truncated?)", fix=fix) from None
     if not isinstance(data, dict) or data.get("kind") != kind:
         found = data.get("kind") if isinstance(data, dict) else type(data).__name__
-        raise InputError(f"{name} is not an {kind} file", why=f"its kind is {found!r}", fix=fix)
+        raise InputError(f"{name} is not an {kind} file", why=f"its kind is {_shown(found)}", fix=fix)
     if data.get("schema") != schema or isinstance(data.get("schema"), bool):
         raise InputError(
-            f"{name} has schema {data.get('schema')!r}",
+            f"{name} has schema {_shown(data.get('schema'))}",
             why=f"this version reads schema {schema} of {kind}",
             fix="write the file again with this version (CHANGELOG.md lists the changes)",
         )
@@ -175,19 +205,50 @@ def read_kind(path: str | os.PathLike[str]) -> str | None:
     return kind if isinstance(kind, str) else None
 
 
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of these pairs; InputError for a key that comes twice: one of its values would go unread."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise InputError(f"the key {_shown(twice)} twice", why="only one of its values could count", fix=_CORRECT)
+    return found
+
+
 def _refuse_constant(text: str) -> float:
     raise ValueError(f"{text} is not a number")
+
+
+def check_writable(path: str | os.PathLike[str]) -> None:
+    """Raise InputError when `path` cannot become a file: it is a folder, device or pipe, or its folder takes none."""
+    target = Path(path)
+    fix = "name a file in a folder that exists and can be written"
+    try:
+        folder = _real(target).parent
+        mode = _real(target).stat().st_mode if _real(target).exists() else None
+        if mode is not None and not stat.S_ISREG(mode):
+            why = "it is a folder" if stat.S_ISDIR(mode) else "it is a device or a pipe, not a regular file"
+        elif not folder.is_dir():
+            why = f"there is no folder {target.parent}"
+        elif not os.access(folder, os.W_OK | os.X_OK):
+            why = f"the folder {target.parent} is read-only"
+        else:
+            return
+    except (OSError, ValueError) as error:  # a name too long, a loop of links, a zero byte
+        why = str(error)
+    raise InputError(f"{_name(target)} cannot be written", why=why, fix=fix)
 
 
 def write_file(path: str | os.PathLike[str], text: str) -> None:
     """Write `text` whole or not at all: to a temporary file beside `path`, then renamed over it.
 
-    Raises InputError when the folder does not exist or cannot be written.
+    A link stays a link: what it points to is replaced. Raises InputError as `check_writable`, and for a full disk.
     """
-    target = Path(path)
+    check_writable(path)
+    target = _real(Path(path))
     temporary = None
     try:
-        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=".autopar-")
         with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:
             file.write(text)
             file.flush()
@@ -201,5 +262,16 @@ def write_file(path: str | os.PathLike[str], text: str) -> None:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(temporary)
         if isinstance(error, OSError):
-            raise InputError(f"{target} cannot be written", why=str(error), fix="choose a writable folder") from None
+            raise InputError(
+                f"{_name(target)} cannot be written", why=str(error), fix="choose a writable folder with space"
+            ) from None
         raise
+
+
+def _real(path: Path) -> Path:
+    return Path(os.path.realpath(path))
+
+
+def _name(path: Path) -> str:
+    text = str(path)
+    return text if len(text) <= 200 else f"{text[:100]}...{text[-60:]}"

@@ -27,6 +27,9 @@ Origin = Literal["measured", "fitted", "interpolated", "assumed"]
 ORIGINS: tuple[Origin, ...] = ("measured", "interpolated", "fitted", "assumed")
 """Where a number comes from, the most trustworthy first."""
 
+_MOST_BYTES = 1 << 50
+"""Of one layer: more is no measurement."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
@@ -63,6 +66,11 @@ class GroupShape:
     nodes: int = 1
     contiguous: bool = True
     concurrent: int = 1
+
+    def __post_init__(self) -> None:
+        for field in ("ranks", "nodes", "concurrent"):
+            if not 1 <= getattr(self, field) <= 1 << 20:
+                raise ValueError(f"GroupShape.{field} must lie between 1 and 2^20, not {getattr(self, field)}")
 
     @classmethod
     def of(cls, groups: tuple[tuple[int, ...], ...], ranks_per_node: int) -> GroupShape:
@@ -105,6 +113,10 @@ class LinkProfile:
     curves: tuple[LinkCurve, ...]
     overlap_slowdown: float = 1.0
     overlap_origin: Literal["measured", "assumed"] = "assumed"
+
+    def __post_init__(self) -> None:
+        if not 0 < self.overlap_slowdown <= 1000:
+            raise ValueError(f"LinkProfile.overlap_slowdown must lie between 0 and 1000, not {self.overlap_slowdown}")
 
     @cached_property
     def _hash(self) -> int:
@@ -176,6 +188,12 @@ class LayerCost:
             raise ValueError("LayerCost.forward_s and backward_s must not be negative")
         if not 0 <= self.trainable_bytes <= self.parameter_bytes:
             raise ValueError("LayerCost.trainable_bytes must lie between 0 and parameter_bytes")
+        if not 0 <= self.largest_parameter_bytes <= self.parameter_bytes <= _MOST_BYTES:
+            raise ValueError("LayerCost.largest_parameter_bytes <= parameter_bytes <= 2^50 must hold")
+        for field in ("input_bytes", "output_bytes", "saved_bytes", "forward_peak_bytes", "backward_peak_bytes"):
+            line: Line = getattr(self, field)
+            if max(abs(line.fixed), abs(line.per_sample)) > _MOST_BYTES:
+                raise ValueError(f"LayerCost.{field} is absurd: {line.fixed:g} + {line.per_sample:g} a sample")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,6 +206,13 @@ class LayerProfile:
     sequence: int
     dtype: str
     costs: tuple[LayerCost, ...]
+
+    def __post_init__(self) -> None:
+        for field, limit in (("processes", 1 << 20), ("sequence", 1 << 24)):
+            if not 1 <= getattr(self, field) <= limit:
+                raise ValueError(f"LayerProfile.{field} must lie between 1 and {limit}, not {getattr(self, field)}")
+        if len(self._by_key) < len(self.costs):
+            raise ValueError("LayerProfile.costs has a kind, tp and sequence_norms twice")
 
     @cached_property
     def _by_key(self) -> dict[tuple[str, int, bool], LayerCost]:
@@ -232,6 +257,12 @@ class ModelFile:
     model: ModelSpec
     layers: LayerProfile
     provenance: Provenance
+
+    def __post_init__(self) -> None:
+        known = {kind.name for kind in self.model.kinds}
+        unknown = sorted({cost.kind for cost in self.layers.costs} - known)
+        if unknown:
+            raise ValueError(f"layers.costs names kinds that the model does not have: {unknown}")
 
     def dumps(self) -> str:
         """The text of the file."""

@@ -27,9 +27,11 @@ class Parameter:
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_BYTES:
-            raise ValueError(f"Parameter.dtype is unknown: {self.dtype!r}")
+            raise ValueError(f"Parameter.dtype is unknown: {self.dtype[:40]!r}")
         if any(size < 0 for size in self.shape):
             raise ValueError(f"Parameter.shape of {self.name!r} is negative: {self.shape}")
+        if self.size_bytes > 1 << 50:
+            raise ValueError(f"Parameter.shape of {self.name!r} is absurd: more than 2^50 bytes")
 
     @property
     def size_bytes(self) -> int:

@@ -70,6 +70,13 @@ class Prediction:
     worst_rank: int
     origin: Literal["measured", "fitted", "interpolated", "assumed"] = "measured"
 
+    def __post_init__(self) -> None:
+        sizes = [size for rank in self.memory for size in rank.parts_bytes.values()]
+        if not 0 <= self.step_s < 1e12 or not all(abs(seconds) < 1e12 for seconds in self.parts_s.values()):
+            raise ValueError("Prediction.step_s must not be negative, and no seconds absurd")
+        if not all(0 <= rank.peak_bytes < 1 << 60 for rank in self.memory) or not all(abs(s) < 1 << 60 for s in sizes):
+            raise ValueError("Prediction.memory must not be negative, and no bytes absurd")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Certificate:
@@ -84,6 +91,12 @@ class Certificate:
     status: Literal["optimal", "gap"]
     solver: str
     verified_by: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.lower_bound_ns <= self.objective_ns < 1 << 62:
+            raise ValueError(
+                f"Certificate.lower_bound_ns {self.lower_bound_ns} exceeds {self.objective_ns}, or is absurd"
+            )
 
     @property
     def gap(self) -> float:
@@ -125,6 +138,8 @@ class Plan:
             raise ValueError("a plan has embed, one block or more, and head")
         if self.predicted is not None and len(self.predicted.memory) != self.cluster.world_size:
             raise ValueError("predicted.memory must have one entry a rank")
+        if self.predicted is not None and not 0 <= self.predicted.worst_rank < self.cluster.world_size:
+            raise ValueError(f"predicted.worst_rank {self.predicted.worst_rank} is no rank of the cluster")
 
     @property
     def mesh(self) -> RankMesh:
@@ -253,7 +268,8 @@ def _expand(runs: dict[str, str], where: str) -> list[Any]:
     found: list[Any] = []
     keys = list(runs)
     if len(keys) < 3 or keys[0] != "embed" or keys[-1] != "head":
-        raise InputError(f"{where}.strategies must go from embed over the blocks to head", why=f"its keys are {keys}")
+        what = f"{where}.strategies must go from embed over the blocks to head"
+        raise InputError(what, why=f"its keys are {keys[:9]}", fix="search again")
     for key in keys:
         count = 1
         if key not in ("embed", "head"):

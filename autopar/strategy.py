@@ -100,7 +100,7 @@ class Strategy:
         fix = "write for example dp4-z3-tp2s-r, tp4 or dp1"
         if match is None:
             grammar = "dp<N>[-z1|-z2|-z3][-h<shard>][-tp<N>[s]][-sp<N>][-cp<N>][-ep<N>][-r|-rs]"
-            raise InputError(f"{text!r} is not a strategy", why=f"the form is {grammar}", fix=fix)
+            raise InputError(f"{text[:60]!r} is not a strategy", why=f"the form is {grammar}", fix=fix)
         part = match.groupdict()
         try:
             return cls(
@@ -115,4 +115,4 @@ class Strategy:
                 recompute={None: "none", "r": "full", "rs": "selective"}[part["r"]],  # type: ignore[arg-type]
             )
         except ValueError as error:
-            raise InputError(f"{text!r} is not a strategy", why=str(error), fix=fix) from None
+            raise InputError(f"{text[:60]!r} is not a strategy", why=str(error)[:200], fix=fix) from None

@@ -64,6 +64,9 @@ class LayerBench:
         loss: LossFunction | None = None,
         example: Mapping[str, Tensor] | None = None,
     ) -> None:
+        if not any(p.is_floating_point() for p in model.parameters()):
+            why = "it has no floating-point parameter"
+            raise InputError(f"{type(model).__name__} has nothing to plan", why=why, fix="give a model with layers")
         self._device = next(model.parameters()).device
         self.device: Literal["cpu", "cuda"] = "cuda" if self._device.type == "cuda" else "cpu"
         self.device_name = torch.cuda.get_device_name(self._device) if self.device == "cuda" else cpu_name()

@@ -104,7 +104,7 @@ def _call(base: str, overrides: dict[str, Any]) -> nn.Module:
         )
     try:
         model = function(**overrides)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         why = f"{type(error).__name__}: {error}"
         raise InputError(f"{base} raised an error", why=why, fix="call it by hand with the same arguments") from error
     if not isinstance(model, nn.Module):
@@ -129,7 +129,7 @@ def _load_file(path: Path) -> ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise _not_importable(str(path), error) from error
     return module
@@ -140,11 +140,11 @@ def _load_module(name: str) -> ModuleType:
         sys.path.append(os.getcwd())
     try:
         return importlib.import_module(name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _not_importable(name, error) from error
 
 
-def _not_importable(name: str, error: Exception) -> InputError:
+def _not_importable(name: str, error: BaseException) -> InputError:
     why = f"{type(error).__name__}: {error}"
     return InputError(f"{name} cannot be imported", why=why, fix="import it by hand, from this folder, and cure that")
 

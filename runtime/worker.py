@@ -51,7 +51,7 @@ def main(job_file: str) -> None:
     threading.Thread(target=_end_with_parent, args=(job.folder,), daemon=True).start()
     if job.device == "cpu":
         # Forked ranks find the target's imports done; an error here comes again, and is reported, in the ranks.
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception, SystemExit):  # a user's module may end the interpreter
             target = load_target(job.target)
             # A module may offer to import more, by what the job asks for.
             getattr(sys.modules[target.__module__], "prepare", _nothing_more)(job.payload)
@@ -86,17 +86,6 @@ def main(job_file: str) -> None:
 
 def _nothing_more(payload: dict[str, Any]) -> None:
     pass
-
-
-def _prepare(job: Job) -> None:
-    """Import the target and call its module's `prepare(payload)`, if it has one: the forked ranks share what it loads.
-
-    An error here comes again, and is reported, in the ranks.
-    """
-    with contextlib.suppress(Exception):
-        module = sys.modules[load_target(job.target).__module__]
-        if hasattr(module, "prepare"):
-            module.prepare(job.payload)
 
 
 def _end_with_parent(folder: str) -> None:

@@ -104,7 +104,7 @@ def plans(draw: st.DrawFn) -> Plan:
     certificates = st.builds(
         Certificate,
         objective_ns=counts,
-        lower_bound_ns=counts,
+        lower_bound_ns=st.just(0),
         status=st.sampled_from(("optimal", "gap")),
         solver=names,
         verified_by=st.lists(names, max_size=2).map(tuple),

@@ -166,3 +166,109 @@ def test_a_killed_writer_never_leaves_half_a_file(tmp_path: Path) -> None:
     writer.kill()
     writer.wait()
     assert path.read_text() in ("old" * 100_000, "new" * 100_000)
+
+
+@pytest.mark.parametrize("number", ["9" * 400, "-" + "9" * 400, "9" * 4000, "1e999", "true"])
+def test_a_number_beyond_every_float_is_an_input_error(tmp_path: Path, number: str) -> None:
+    path = tmp_path / "cluster.json"
+    content = json.loads((GOLDEN / "cluster.json").read_text())
+    content["links"]["overlap_slowdown"] = "HERE"
+    path.write_text(json.dumps(content).replace('"HERE"', number))
+    with pytest.raises(InputError, match="must be a finite number"):
+        ClusterFile.load(path)
+
+
+def test_a_key_that_comes_twice_is_an_input_error() -> None:
+    text = (GOLDEN / "plan.json").read_text().replace('"schema": 1,', '"schema": 1, "schedule": "gpipe",', 1)
+    with pytest.raises(InputError, match="has the key 'schedule' twice") as caught:
+        Plan.loads(text)
+    assert caught.value.why
+    assert caught.value.fix
+
+
+@pytest.mark.parametrize("word", ["\ud800", "x" * 100_000, 7, None, [], {}])
+def test_errors_of_any_value_are_short_and_say_what_why_and_fix(tmp_path: Path, word: object) -> None:
+    path = tmp_path / "cluster.json"
+    for keys in (("kind",), ("schema",), ("cluster", "device"), ("cluster", "world_size"), ("links", "curves")):
+        content = json.loads((GOLDEN / "cluster.json").read_text())
+        inside = content
+        for key in keys[:-1]:
+            inside = inside[key]
+        if inside[keys[-1]] == word or (word == [] and keys[-1] == "curves"):
+            continue
+        inside[keys[-1]] = word
+        path.write_text(json.dumps(content))
+        with pytest.raises(InputError) as caught:
+            ClusterFile.load(path)
+        assert caught.value.why
+        assert caught.value.fix
+        assert len(str(caught.value)) < 1000
+
+
+def test_text_that_no_file_can_hold_is_an_input_error(tmp_path: Path) -> None:
+    content = json.loads((GOLDEN / "plan.json").read_text())
+    for place in (("model", "name", "\ud800"), ("versions", "\ud800", "1")):
+        changed = {**content, place[0]: {**content[place[0]], place[1]: place[2]}}
+        with pytest.raises(InputError, match="UTF-8"):
+            Plan.loads(json.dumps(changed))
+
+
+def test_only_a_regular_file_is_replaced(tmp_path: Path) -> None:
+    """Renaming over a device or a pipe would take it away from everyone else."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    (tmp_path / "link").symlink_to(pipe)
+    for path in (pipe, tmp_path / "link", tmp_path / "no" / "file", tmp_path / ("x" * 300), tmp_path):
+        with pytest.raises(InputError, match="cannot be written") as caught:
+            write_file(path, "text")
+        assert caught.value.why
+        assert len(str(caught.value)) < 1000
+    assert pipe.is_fifo()
+    assert sorted(os.listdir(tmp_path)) == ["link", "pipe"]
+
+
+def test_a_link_stays_and_its_file_is_written(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "there" / "plan.json")
+    write_file(tmp_path / "link", "text")
+    assert (tmp_path / "link").is_symlink()
+    assert os.listdir(tmp_path / "there") == ["plan.json"]
+    assert (tmp_path / "there" / "plan.json").read_text() == "text"
+
+
+def test_a_name_as_long_as_the_system_allows_can_be_written(tmp_path: Path) -> None:
+    write_file(tmp_path / ("x" * 255), "text")
+    assert os.listdir(tmp_path) == ["x" * 255]
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "value"),
+    [
+        ("cluster.json", ("links", "overlap_slowdown"), 0.0),
+        ("cluster.json", ("links", "overlap_slowdown"), -1.5),
+        ("cluster.json", ("links", "curves", 0, "shape", "ranks"), 0),
+        ("cluster.json", ("links", "curves", 0, "shape", "concurrent"), -1),
+        ("cluster.json", ("cluster", "ranks_per_node"), 10**9),
+        ("cluster.json", ("cluster", "memory_bytes"), 10**30),
+        ("model.json", ("layers", "processes"), 0),
+        ("model.json", ("layers", "sequence"), -32),
+        ("model.json", ("layers", "sequence"), 10**30),
+        ("model.json", ("layers", "costs", 0, "kind"), "nobody"),
+        ("model.json", ("layers", "costs", 0, "saved_bytes", "per_sample"), 1e308),
+        ("model.json", ("layers", "costs", 0, "parameter_bytes"), 10**30),
+        ("model.json", ("layers", "costs", 0, "largest_parameter_bytes"), 10**30),
+        ("model.json", ("model", "kinds", 0, "parameters", 0, "shape", 0), 10**30),
+    ],
+)
+def test_numbers_that_no_machine_has_are_input_errors(
+    tmp_path: Path, name: str, place: tuple[str | int, ...], value: object
+) -> None:
+    content = json.loads((GOLDEN / name).read_text())
+    inside = content
+    for key in place[:-1]:
+        inside = inside[key]
+    assert place[-1] in inside or isinstance(place[-1], int)
+    inside[place[-1]] = value
+    (tmp_path / name).write_text(json.dumps(content))
+    with pytest.raises(InputError, match="is not acceptable"):
+        KINDS[name].load(tmp_path / name)

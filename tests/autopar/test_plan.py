@@ -74,7 +74,7 @@ def test_counts_that_do_not_agree_are_a_callers_bug(change: dict[str, object]) -
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
-        ('"2": "dp4-z3-r"', '"3": "dp4-z3-r"', "the next block is 2"),
+        ('"2": "dp4-z3-r"', '"7": "dp4-z3-r"', "the next block is 2"),
         ('"0-1": "dp2-tp2s"', '"0-999999": "dp2-tp2s"', "absurd"),
         ('"a0": 2', '"a0": 3', "does not fit the cluster"),
         ('"pp": 1', '"pp": 3', "pp 3 does not divide the world size 4"),
@@ -87,6 +87,11 @@ def test_counts_that_do_not_agree_are_a_callers_bug(change: dict[str, object]) -
         ('"global_batch": 16', '"global_batch": 16.5', "a whole number"),
         ('"step_s": 0.125', '"step_s": 1e999', "a finite number"),
         ('"step_s": 0.125', '"step_s": NaN', "NaN is not a number"),
+        ('"step_s": 0.125', '"step_s": -0.125', "step_s"),
+        ('"worst_rank": 3', '"worst_rank": 4', "worst_rank 4 is no rank"),
+        ('"worst_rank": 3', '"worst_rank": -1', "worst_rank -1 is no rank"),
+        ('"lower_bound_ns": 3000000', '"lower_bound_ns": 3000001', "lower_bound_ns 3000001 exceeds 3000000"),
+        ('"2": "dp4-z3-r"', '"3": "dp4-z3-r"', "twice"),
     ],
 )
 def test_a_file_that_contradicts_itself_is_refused_by_field(tmp_path: Path, old: str, new: str, words: str) -> None:

@@ -268,3 +268,21 @@ def test_text_that_does_not_do(tmp_path: Path) -> None:
     assert read_text(tmp_path / "latin.txt")[4] == 0xDF
     with pytest.raises(InputError, match="256"):
         check_vocabulary(100)
+
+
+@pytest.mark.parametrize(
+    "code", ["import sys; sys.exit(0)", "raise SystemExit", "1 / 0", "def build(:", "import nowhere"]
+)
+def test_a_file_that_fails_or_ends_the_interpreter_is_an_input_error(tmp_path: Path, code: str) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(code)
+    with pytest.raises(InputError, match="cannot be imported"):
+        build_model(f"{path}:build")
+
+
+@pytest.mark.parametrize("code", ["raise SystemExit(3)", "raise KeyError(3)"])
+def test_a_function_that_fails_or_ends_the_interpreter_is_an_input_error(tmp_path: Path, code: str) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(f"def build():\n    {code}\n")
+    with pytest.raises(InputError, match="raised an error"):
+        build_model(f"{path}:build")
