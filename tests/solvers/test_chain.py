@@ -44,10 +44,12 @@ def check_equals_brute_force(seed: int, layers: int, columns: int, engine: Engin
 
 
 def test_equals_brute_force(engine: Engine) -> None:
-    results = [check_equals_brute_force(seed, 5, 4, engine) for seed in SEEDS]
+    # Both engines see thousands more in the slow suite.
+    seeds = SEEDS if engine == "numpy" else SEEDS[:300]
+    results = [check_equals_brute_force(seed, 5, 4, engine) for seed in seeds]
     # The instances are worth something: most are feasible, many need the labels.
-    assert sum(result.status == "optimal" for result in results) > 700
-    assert sum(result.labels > 0 for result in results) > 130
+    assert sum(result.status == "optimal" for result in results) > 0.6 * len(seeds)
+    assert sum(result.labels > 0 for result in results) > 0.12 * len(seeds)
 
 
 @pytest.mark.slow

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 
 from autopar.price import INFEASIBLE, CostTables, score
@@ -16,6 +18,11 @@ Fitting = list[tuple[tuple[int, ...], int]]
 """Strategies and objective of every choice that fits."""
 
 
+@cache
+def fitting_of(seed: int) -> Fitting:
+    return fitting(random_table(seed, layers=5, columns=4))
+
+
 def fitting(tables: CostTables) -> Fitting:
     return [(s, r.objective_ns) for _, s, r in every_choice(tables) if r.fits]
 
@@ -27,9 +34,9 @@ def least(choices: Fitting, most: int, blocks: slice) -> int | None:
 
 def test_equals_brute_force(engine: Engine) -> None:
     binding = 0
-    for seed in range(150):
+    for seed in range(100):
         tables = random_table(seed, layers=5, columns=4)
-        choices = fitting(tables)
+        choices = fitting_of(seed)
         whole = seed % 2 == 1
         counted, blocks = (slice(None), range(len(tables.time_ns))) if whole else (slice(1, -1), None)
         for most in (1, 2):
@@ -46,7 +53,7 @@ def test_equals_brute_force(engine: Engine) -> None:
             assert result.objective_ns == expected == found.lower_bound_ns, seed
             assert found.status == "optimal"
             binding += expected > min(objective for _, objective in choices)
-    assert binding > 25
+    assert binding > 16
 
 
 def test_a_looser_limit_never_hurts_and_a_loose_one_is_none() -> None:

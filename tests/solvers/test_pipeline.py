@@ -45,9 +45,11 @@ def check_equals_brute_force(seed: int, engine: Engine, *, layers: int = 5, colu
 
 
 def test_equals_brute_force(engine: Engine) -> None:
-    results = [check_equals_brute_force(seed, engine) for seed in range(520)]
-    assert results.count("infeasible") < 250
-    assert results.count("labels") > 25
+    # Both engines see thousands more in the slow suite.
+    seeds = range(520 if engine == "numpy" else 160)
+    results = [check_equals_brute_force(seed, engine) for seed in seeds]
+    assert results.count("infeasible") < 0.6 * len(seeds)
+    assert results.count("labels") > 0.04 * len(seeds)
 
 
 @pytest.mark.slow
