@@ -59,16 +59,24 @@ def _nearest(links: LinkProfile, collective: Collective, shape: GroupShape) -> t
 
 @lru_cache(maxsize=4096)
 def shape_of(mesh: RankMesh, names: tuple[str, ...], ranks_per_node: int) -> GroupShape:
-    """The shape of the groups along these axes; those of all stages communicate at the same time."""
+    """The shape of the groups along these axes; those of all stages communicate at the same time.
+
+    Of groups that span nodes, only those that leave the same node are concurrent: they alone share its cards.
+    """
     first = mesh.group(0, names)
-    return replace(GroupShape.of((first,), ranks_per_node), concurrent=mesh.world_size // len(first))
+    shape = GroupShape.of((first,), ranks_per_node)
+    concurrent = mesh.world_size // len(first)
+    if shape.nodes > 1:
+        concurrent = min(concurrent, max(1, ranks_per_node * shape.nodes // len(first)))
+    return replace(shape, concurrent=concurrent)
 
 
 @lru_cache(maxsize=256)
 def boundary_shape(mesh: RankMesh, ranks_per_node: int) -> GroupShape:
     """The shape of the pairs over which activations go from one stage to the next."""
     width = mesh.ranks_per_stage
-    return replace(GroupShape.of(((0, width),), ranks_per_node), concurrent=width)
+    shape = GroupShape.of(((0, width),), ranks_per_node)
+    return replace(shape, concurrent=min(width, ranks_per_node) if shape.nodes > 1 else width)
 
 
 Knots = tuple[tuple[float, float], ...]

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from autopar import shipped
-from autopar.comm import seconds
+from autopar.axes import RankMesh
+from autopar.comm import boundary_shape, seconds, shape_of
 from autopar.errors import InputError
 from autopar.estimating import Degrees, files, priced, uniform
 from autopar.measured import GroupShape
@@ -94,6 +95,18 @@ def test_links_recover_rate_and_latency() -> None:
     latency = 4 * c["network_alpha_s"]
     assert across.seconds == pytest.approx(15 / 16 * size / (200e9 * c["network_share"]) + latency, rel=1e-6)
     assert device.name == "a100-80g"
+
+
+def test_groups_share_the_cards_of_their_own_node_only() -> None:
+    mesh = RankMesh.of(world_size=512, pp=8, ranks_per_node=8)
+    inner = tuple(axis.name for axis in mesh.axes if axis.name.startswith("a"))
+    outer = tuple(name for name in mesh.names if name not in inner)
+    assert shape_of(mesh, outer, 8) == GroupShape(ranks=8, nodes=8, contiguous=False, concurrent=8)
+    assert shape_of(mesh, mesh.names, 8) == GroupShape(ranks=64, nodes=8, concurrent=1)
+    assert boundary_shape(mesh, 8) == GroupShape(ranks=2, nodes=2, contiguous=False, concurrent=8)
+    # More nodes of the same plan per node cost a group no bandwidth.
+    small = RankMesh.of(world_size=128, pp=2, ranks_per_node=8)
+    assert shape_of(small, small.names, 8).concurrent == shape_of(mesh, mesh.names, 8).concurrent
 
 
 def test_uneven_blocks_leave_the_ends_light() -> None:
