@@ -22,6 +22,13 @@ TENSOR_FLOPS_PER_S = {"V100": 125e12, "A100": 312e12, "H100": 989.4e12}
 MEMORY_BYTES_PER_S = {"V100": 0.9e12, "A100": 2.039e12, "H100": 3.35e12}
 NVLINK_BYTES_PER_S = {"V100": 150e9, "A100": 300e9, "H100": 450e9}
 
+MESH_LINKS = {8: {2: 1, 4: 4, 8: 6}, 4: {2: 2, 4: 6}}
+"""NVLinks of a V100 to the other ranks of its group, by ranks a node and in the group; a switch gives all 6.
+
+In the hybrid cube mesh of 8 (DGX-1, p3.16xlarge) neighbours 0 and 1 share one link, 0 to 3 have four each; in nodes of
+4 each pair has two (https://images.nvidia.com/content/pdf/dgx1-v100-system-architecture-whitepaper.pdf, figure 4).
+"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Coefficient:
@@ -137,6 +144,8 @@ def batch(cases: Sequence[Case]) -> Batch:
         "old_kernel": column([c.kernel == "flash1" for c in cases]),
         "peak": column([TENSOR_FLOPS_PER_S[c.gpu] for c in cases]),
         "memory": column([MEMORY_BYTES_PER_S[c.gpu] for c in cases]),
+        "tp_links": column([_link_share(c, c.tp) for c in cases]),
+        "dp_links": column([_link_share(c, min(c.dp, max(1, c.ranks_per_node // c.tp))) for c in cases]),
         "nvlink": column([NVLINK_BYTES_PER_S[c.gpu] for c in cases]),
     }
     m, layers, pp = (columns[k] for k in ("num_micro_batches", "layers", "pp"))
@@ -150,6 +159,14 @@ def batch(cases: Sequence[Case]) -> Batch:
         paths=first[:, None, :],
         log_seconds=np.log(column([c.step_s for c in cases])),
     )
+
+
+def _link_share(case: Case, ranks: int) -> float:
+    """The part of a rank's links that lead to the other `ranks` of its group inside the node."""
+    links = MESH_LINKS.get(case.ranks_per_node) if case.gpu == "V100" else None
+    if links is None or ranks < 2:
+        return 1.0
+    return min((count for size, count in links.items() if size >= ranks), default=6) / 6
 
 
 def collective_s(weight: float, steps: Array, ranks: Array, size_bytes: Array, rate: Array, alpha_s: Array) -> Array:
@@ -201,7 +218,7 @@ def parts(b: Batch, c: Mapping[str, float | Array], off: frozenset[str] = frozen
     per_node = np.minimum(b["ranks_per_node"], b["ranks"])
     # TP: two all-reduces each way (with sequence-parallel norms the same bytes as gather and scatter).
     tp_net = s.tp > per_node
-    rate = np.where(tp_net, np.minimum(node_rate, net_rate), node_rate)
+    rate = np.where(tp_net, np.minimum(node_rate, net_rate), node_rate * b["tp_links"])
     alpha = np.where(tp_net, 2 * c["network_alpha_s"], c["node_alpha_s"])
     reduce_s = collective_s(2.0, 1 + 0.1 * s.tp, s.tp, 2 * s.tokens * s.hidden, rate, alpha)
     tp_s = 2 * reduce_s * np.where(b["overlap_tp"] > 0, c["tp_exposed"], 1.0)
@@ -224,7 +241,8 @@ def parts(b: Batch, c: Mapping[str, float | Array], off: frozenset[str] = frozen
     n = b["dp"] * s.cp
     inside = np.minimum(np.maximum(per_node / s.tp, 1.0), n)
     share = net_rate * inside / per_node
-    dp_rate = np.where(n > inside, np.minimum(share, node_rate), node_rate)
+    inner_rate = node_rate * b["dp_links"]
+    dp_rate = np.where(n > inside, np.minimum(share, inner_rate), inner_rate)
     dp_alpha = np.where(n > inside, c["network_alpha_s"], c["node_alpha_s"])
     hops = np.log2(np.maximum(n, 2.0))
     gather_bytes = 2 * b["block_parameters"] / s.tp
