@@ -27,6 +27,9 @@ COLUMNS = (
     "strategies",
 )
 
+ROWS = 24
+"""The table shows at most so many breakpoints, from the first to the last."""
+
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 720, 420, 80, 30, 40, 60
 
 
@@ -50,7 +53,11 @@ def frontier_table(found: Frontier) -> Table:
     for name in ("memory", "step", "samples/s", "stages", "micro-batches"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("strategies")
-    for plan in found.plans:
+    count = len(found.plans)
+    shown = sorted({i * (count - 1) // (ROWS - 1) for i in range(ROWS)}) if count > ROWS else range(count)
+    if count > ROWS:
+        table.caption = f"{len(shown)} of {count} breakpoints; the CSV has all"
+    for plan in (found.plans[i] for i in shown):
         table.add_row(
             format_bytes(peak_bytes(plan)),
             format_seconds(step_s(plan)),

@@ -12,7 +12,7 @@ from autopar.plan import Plan
 from autopar.predict import predict
 from autopar.request import Request
 from autopar.searching import search_files
-from autopar.units import parse_bytes
+from autopar.units import MIB, parse_bytes
 
 _CHANGE = re.compile(
     r"\s*(?:(links|compute|memory)\s*\*\s*([0-9.]+)|memory\s*([+-])\s*([0-9.]+\s*[KMGT]?i?B?))\s*", re.A
@@ -50,28 +50,33 @@ def frontier(
 ) -> Frontier:
     """The memory/throughput frontier from the budget of the request down to where nothing fits.
 
-    Searches again and again with one byte less than the last plan needs, so that no breakpoint is passed over; plans
-    that a leaner one beats in simulated time are left out. When stopped, what was found so far.
+    Searches again and again with one byte less than the last plan needs, so that no breakpoint of the search is passed
+    over; plans that a leaner one beats in simulated time are left out. Each point has its certificate: exact where
+    that says optimal, within its gap elsewhere (near the leanest plan). When stopped, what was found so far.
     Raises InfeasibleError when nothing fits the budget of the request.
     """
     budget_bytes = request.memory_bytes or cluster_file.cluster.memory_bytes
-    first = search_files(model_file, cluster_file, replace(request, memory_bytes=budget_bytes), stop=stop).plan
-    found, complete = [first], False
+    result = search_files(model_file, cluster_file, replace(request, memory_bytes=budget_bytes), stop=stop)
+    found, complete, seen = [result.plan], False, list(result.finalists)
     while not (stop is not None and stop()):
         if progress is not None:
-            progress("frontier", budget_bytes - peak_bytes(found[-1]), budget_bytes)
+            progress("frontier", (budget_bytes - peak_bytes(found[-1])) // MIB, budget_bytes // MIB)
         less = replace(request, memory_bytes=peak_bytes(found[-1]) - 1)
         try:
-            found.append(search_files(model_file, cluster_file, less, stop=stop).plan)
+            result = search_files(model_file, cluster_file, less, stop=stop)
+            found.append(result.plan)
+            seen += result.finalists
         except InfeasibleError:
             complete = True
             break
         except RunError:
             break
+    # What one search simulated in passing may beat what another chose.
+    plans = [one.plan for one in seen if peak_bytes(one.plan) <= budget_bytes]
     kept: list[Plan] = []
-    for plan in reversed(found):
+    for plan in sorted(plans, key=lambda one: (peak_bytes(one), step_s(one), one.pp, one.num_micro_batches)):
         if not kept or step_s(plan) < step_s(kept[-1]):
-            kept.append(plan)
+            kept.append(replace(plan, request=replace(request, memory_bytes=peak_bytes(plan))))
     return Frontier(plans=tuple(reversed(kept)), complete=complete)
 
 

@@ -61,7 +61,11 @@ def why_illegal(strategy: Strategy, kind: LayerKind, mesh: RankMesh, *, micro_ba
         if strategy.sequence_norms and not kind.sequence_norms:
             return f"{kind.class_name} has no region outside tensor parallelism that can run on part of the sequence"
         if strategy.sequence_norms and sequence % strategy.tp:
-            return f"sequence {sequence} is not divisible by tp {strategy.tp} with sequence-parallel norms"
+            longer = -(-sequence // strategy.tp) * strategy.tp
+            return (
+                f"sequence {sequence} is not divisible by tp {strategy.tp} with sequence-parallel norms; "
+                f"the next legal length is {longer}"
+            )
     return why_not_runnable(strategy)
 
 

@@ -38,8 +38,8 @@ CLOSE = 0.01
 """In large tables, what is left to gain by more questions that is not worth them."""
 ROUNDS = 6
 """How often a choice of a table that does not fit makes way for a leaner one."""
-POLISHED = 4
-"""How many tables have the neighbours of their best choice tried, when none is proven optimal."""
+POLISHED = 12
+"""Of how many choices the neighbours are tried, when none is proven optimal; in large tables one a table, a third."""
 
 Progress = Callable[[str, int, int], None]
 """Told a phase (tables, solve, polish), how many of its steps are done, and how many there are."""
@@ -252,7 +252,8 @@ def _propose(pool: _Pool, tell: Progress, deadline: float | None, stop: Callable
             worth_ns = pool.best_ns() * (1 - (CLOSE if made.is_large else 0))
             refine([place for place, least_ns in unsure.items() if least_ns < worth_ns], memory)
         for memory in SIDES[1:]:
-            if bounds and pool.best_ns() == INFEASIBLE:
+            far = not made.is_large and pool.best_ns() * (1 - CLOSE) > bound_ns
+            if bounds and (far or pool.best_ns() == INFEASIBLE):
                 refine(range(len(made.cuts)), memory)
     except RunError:
         if pool.best_ns() == INFEASIBLE:
@@ -264,20 +265,23 @@ def _propose(pool: _Pool, tell: Progress, deadline: float | None, stop: Callable
 
 
 def _polish(pool: _Pool, bound_ns: int, tell: Progress, halted: Callable[[], bool]) -> None:
-    """Better neighbours of the best choices, one a table, join the pool."""
+    """Better neighbours of the best choices join the pool."""
     if pool.best_ns() * (1 - (CLOSE if pool.made.is_large else 0)) > bound_ns:
-        if pool.best_ns() == INFEASIBLE:
+        if pool.best_ns() == INFEASIBLE or not pool.made.is_large:
             _add_leanest(pool)
-        best: dict[int, tuple[Cuts, Columns]] = {}
-        fitting = sorted((_objective(f.plan), *key) for key, f in pool.found.items() if f.fits)
-        for _, table, layers_per_stage, strategies, _ in fitting:
-            best.setdefault(table, (layers_per_stage, strategies))
-        tables = list(best)[:POLISHED]
-        for i, table in enumerate(tables):
-            tell("polish", i, len(tables))
+        starts: list[tuple[int, Cuts, Columns]] = []
+        for _, table, layers_per_stage, strategies, _ in sorted(
+            (_objective(f.plan), *key) for key, f in pool.found.items() if f.fits
+        ):
+            if not pool.made.is_large or all(table != other for other, _, _ in starts):
+                starts.append((table, layers_per_stage, strategies))
+        starts = starts[: POLISHED // 3 if pool.made.is_large else POLISHED]
+        for i, (table, layers_per_stage, strategies) in enumerate(starts):
+            tell("polish", i, len(starts))
             fits = partial(pool.fits, table)
-            pool.add(table, *polish(pool.made.lower[table], *best[table], fits=fits, halted=halted))
-        tell("polish", len(tables), len(tables))
+            better = polish(pool.made.lower[table], layers_per_stage, strategies, fits=fits, halted=halted)
+            pool.add(table, *better)
+        tell("polish", len(starts), len(starts))
 
 
 def _add_twins(pool: _Pool) -> None:
