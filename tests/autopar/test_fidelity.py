@@ -71,7 +71,6 @@ def test_a_record_becomes_a_plan_of_its_degrees() -> None:
         ({"oom": True}, "the run did not fit"),
         ({"measured": None}, "no time"),
         ({"framework": "JAX"}, "JAX/XLA FSDP"),
-        ({"source_id": "another"}, "source not mapped yet"),
         ({"split_suggestion": "reference-only"}, "reference only"),
         ({"global_batch": None}, "global batch missing"),
         ({"model": {"hidden": None}}, "dimensions unknown"),
@@ -81,6 +80,12 @@ def test_what_cannot_be_mapped_is_counted_by_its_reason(changes: dict[str, Any],
     cases, reasons = map_all([record(), record(**changes)])
     assert len(cases) == 1
     assert {text: count for why in reasons.values() for text, count in why.items()} == {reason: 1}
+
+
+def test_a_source_never_seen_is_mapped_by_what_it_states() -> None:
+    case = map_record(record(source_id="another", interconnect=None))
+    assert case.arch == map_record(record()).arch
+    assert "interconnect" in case.assumed
 
 
 def test_a_batch_of_twelve_on_eight_ranks_is_one_and_a_half_samples_each() -> None:

@@ -9,7 +9,7 @@ from itertools import combinations
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.bench.fidelity_lib.cases import Case, model_flops
+from tests.bench.fidelity_lib.cases import COMPOSED, Case, model_flops
 from tests.bench.fidelity_lib.steps import Array
 
 Predictor = Callable[[list[int]], Callable[[list[int]], Array]]
@@ -144,6 +144,7 @@ def naive(cases: Sequence[Case], flops: Callable[[Case], float], by: Callable[[C
     rates = per_rank / np.array([case.step_s for case in cases])
 
     def fit(known: list[int]) -> Callable[[list[int]], Array]:
+        known = [i for i in known if cases[i].source not in COMPOSED] or known
         overall = float(np.median(rates[known]))
         groups: dict[object, list[float]] = defaultdict(list)
         for i in known:

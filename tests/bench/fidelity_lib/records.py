@@ -46,25 +46,6 @@ NVIDIA = (
     "megatron-readme-h100",
     "megatron-llama-fp8",
 )
-OTHER = (
-    "llm-foundry",
-    "nanotron",
-    "fms-fsdp",
-    "megatron-sc21",
-    "megatron-jan21",
-    "megatron-2020-weak",
-    "selective-recompute-T5",
-    "nemo-launcher",
-    "bigscience-tr11",
-    "bigscience-1b3-v100",
-    "vtrain-single",
-    "vtrain-multi",
-    "alpa-intra",
-    "internevo",
-    "mt-nlg",
-    "dlperf-gpt",
-    "simumax-a100pcie",
-)
 
 # Bytes a second that leave one node, all cards together: stated by the source, or the class's usual network. Jean
 # Zay's are measured, not nominal: bus bandwidth of 4 GB all-reduces over 4 nodes in the source's own repository
@@ -217,8 +198,6 @@ def map_record(r: dict[str, Any], heads: Mapping[tuple[str, int], int] = Mapping
 
 def _refuse(r: dict[str, Any], name: str, gpu: object) -> None:
     source, extra = r["source_id"], r.get("extra") or {}
-    if source not in NVIDIA + OTHER:
-        raise Skip("source not mapped yet")
     if r.get("oom"):
         raise Skip("the run did not fit")
     if not r.get("measured"):

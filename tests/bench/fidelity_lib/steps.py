@@ -283,7 +283,7 @@ def parts(b: Batch, c: Mapping[str, float | Array], off: frozenset[str] = frozen
     if "hops" not in off:
         sync = sync + c["shard_hop_s"] * np.maximum(shards - per_node, 0.0)
     hidden_s = 0.8 * b["layers"] / b["pp"] * backward
-    x = c["dp_exposed"]
+    x = np.minimum(c["dp_exposed"], 1.0)
     sync = np.where(b["overlap_dp"] > 0, x * sync + np.maximum((1 - x) * sync - hidden_s, 0.0), sync)
     sync = np.where((b["zero"] == 3) | ("sync" in off), 0.0, sync)
     # The optimizer streams over its share of the states (34 bytes an element) and writes all parameters.
