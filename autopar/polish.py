@@ -120,8 +120,15 @@ def neighbours(tables: CostTables, layers_per_stage: Cuts, strategies: Columns) 
         alike.setdefault((tables.time_ns[unit].tobytes(), s), []).append(unit)
     singles = list(dict.fromkeys(groups))
     groups = [*(units for units in singles if len(units) > 1), *(tuple(u) for u in alike.values() if len(u) > 1)]
+    time, chosen = tables.time_ns, np.array(strategies)
+    # All that a change of layouts can save: a group that gets slower by more than that cannot be better.
+    moves_ns = int(tables.transition_ns[chosen[:-1], chosen[1:]].sum())
+    moves_ns += tables.stages * int(tables.entry_ns.max() + tables.exit_ns.max())
     for group in groups:
+        slowest_ns = int(time[group[0], strategies[group[0]]]) + moves_ns // len(group)
         for s in options[group[0]]:
+            if time[group[0], s] > slowest_ns and len(set(group) - {0, last}) > 0:
+                continue
             if s != strategies[group[0]] and all(feasible[unit, s] for unit in group):
                 yield layers_per_stage, _with(strategies, dict.fromkeys(group, s))
     if len(strategies) * len(tables.strategies) <= PAIRS_UP_TO:
