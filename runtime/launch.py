@@ -148,6 +148,7 @@ def launch(
 def _start_agent(job: Job) -> subprocess.Popen[bytes]:
     env = {**os.environ}
     env.setdefault("OMP_NUM_THREADS", str(job.threads_per_rank))
+    env.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(job.folder) / "inductor"))  # goes with the folder
     # A host name that does not resolve would cost gloo seconds, or the run.
     loopback = next((name for _, name in _interfaces() if name in ("lo", "lo0")), None)
     if loopback is not None:
@@ -264,8 +265,15 @@ def _killed(rank: int, number: int) -> RunError:
         name = signal.Signals(number).name
     except ValueError:
         name = f"signal {number}"
-    why = {"SIGKILL": "the system does this when memory runs out", "SIGSEGV": "native code crashed"}.get(name, "")
-    return RunError(f"rank {rank} was killed by {name}", why=why, fix="use less memory per rank, or fewer ranks")
+    why = {
+        "SIGKILL": "the system does this when memory runs out",
+        "SIGSEGV": "native code crashed",
+        "SIGABRT": "native code gave up; it does so when ranks exchange tensors of different sizes",
+    }.get(name, "something outside autopar sent it")
+    fix = "use less memory per rank, or fewer ranks"
+    if name == "SIGABRT":
+        fix = "see that the model does the same on every rank; if it does, report it as a bug"
+    return RunError(f"rank {rank} was killed by {name}", why=why, fix=fix)
 
 
 def _timeout(job: Job, missing: list[int]) -> RunError:

@@ -31,7 +31,7 @@ from autopar.runtime.pipelining import Pipeline
 from autopar.runtime.spec import describe
 from autopar.runtime.stage import LossFunction, StageModule
 from autopar.runtime.structure import Probe, probe
-from autopar.runtime.world import equalise, join_world
+from autopar.runtime.world import equalise, join_world, same_use
 
 _PROBE_SAMPLES, _PROBE_TOKENS = 3, 8
 
@@ -53,7 +53,11 @@ def parallelize(
     join_world(plan)
     batch = dict(example) if example is not None else _example(model, plan)
     equalise(model)
+    if not any(p.requires_grad for p in model.parameters()):
+        why = "requires_grad is False for every one"
+        raise InputError(f"{type(model).__name__} has no parameter to train", why=why, fix="unfreeze some")
     found = probe(model, batch)
+    same_use(found.used)
     max_tp = max(strategy.tp for strategy in plan.strategies)
     described = describe(model, found, source=plan.model.source, name=plan.model.name, max_tp=max_tp)
     plan.check(described.spec)

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from autopar.errors import InputError
 from autopar.model import Parameter
+from autopar.runtime.refusals import refuse_batch_statistics, refuse_shared
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,9 +71,13 @@ class BlockInputs:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Probe:
-    """The structure of a model, the inputs of the first block of each kind, the hidden state's shape of one sample."""
+    """The structure of a model, the inputs of the first block of each kind, the hidden state's shape of one sample.
+
+    used: the names of the parameters that the forward used.
+    """
 
     structure: Structure
+    used: tuple[str, ...]
     hidden_shape: tuple[int, ...]
     inputs: dict[int, BlockInputs] = field(repr=False)
 
@@ -186,6 +191,7 @@ def probe(model: nn.Module, batch: Mapping[str, Tensor]) -> Probe:
     do not run once each in order, or when something between them changes the hidden state.
     """
     path, blocks = find_blocks(model)
+    refuse_batch_statistics(model)
     samples = next(iter(batch.values())).shape[0]
     if samples < 2:
         raise ValueError("probe needs a batch of at least 2 samples")
@@ -208,6 +214,7 @@ def probe(model: nn.Module, batch: Mapping[str, Tensor]) -> Probe:
     named = dict(model.named_parameters(remove_duplicate=False))
     prefix = path + "."
     outside = {name: p for name, p in named.items() if not name.startswith(prefix)}
+    refuse_shared({name: id(p) for name, p in named.items()}, prefix, usage.used["blocks"])
     embed = tuple(n for n, p in outside.items() if id(p) in usage.used["embed"])
     head = tuple(n for n, p in outside.items() if id(p) in usage.used["head"] and n not in embed)
     tied_ids = usage.used["embed"] & usage.used["head"] & {id(p) for p in outside.values()}
@@ -232,7 +239,13 @@ def probe(model: nn.Module, batch: Mapping[str, Tensor]) -> Probe:
         tied=bool(tied_ids),
         kinds=tuple(kinds),
     )
-    return Probe(structure=structure, inputs=first_run.inputs, hidden_shape=first_run.hidden_shape[1:])
+    used = set().union(*usage.used.values())
+    return Probe(
+        structure=structure,
+        used=tuple(name for name, p in named.items() if id(p) in used),
+        inputs=first_run.inputs,
+        hidden_shape=first_run.hidden_shape[1:],
+    )
 
 
 def _kinds(blocks: nn.ModuleList) -> list[int]:
@@ -273,6 +286,7 @@ class _Seen:
         self.order: list[int] = []
         self.hidden: int | str | None = None
         self.passed: Tensor | None = None
+        self.given: tuple[Tensor, int] | None = None
         self.output_length = 0
         self.shapes: dict[int | str, tuple[int, ...]] = {}
         self.inputs: dict[int, BlockInputs] = {}
@@ -288,6 +302,7 @@ class _Seen:
                     why="a block must get what the block before it returned",
                     fix="move what runs between the blocks into them",
                 )
+            self.given = (hidden, hidden._version) if isinstance(hidden, Tensor) else None
             self.order.append(number)
             usage.phase = "blocks"
             if number == 0:
@@ -306,6 +321,12 @@ class _Seen:
                     f"block {number} does not return the hidden state",
                     why=f"it returns {type(first).__name__}",
                     fix="return the hidden state, or a tuple that begins with it",
+                )
+            if self.given is not None and self.given[0]._version != self.given[1]:
+                raise InputError(
+                    f"block {number} changes its input in place",
+                    why="its input is kept for the backward, for recompute and for other ranks",
+                    fix="write x = x + y instead of x += y",
                 )
             self.passed = first
             if number == self.num_blocks - 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -39,3 +40,21 @@ def equalise(model: nn.Module) -> None:
     if not torch.equal(lowest.nan_to_num(), highest.nan_to_num()):
         for tensor in tensors:
             dist.broadcast(tensor.detach(), src=0)
+
+
+def same_use(used: Sequence[str]) -> None:
+    """Raise InputError, on every rank, when the forward uses other parameters on one rank than on another.
+
+    Their gradients would be summed with nothing on the other side, and the ranks would wait for each other.
+    """
+    found: list[Sequence[str]] = [()] * dist.get_world_size()
+    dist.all_gather_object(found, tuple(used))
+    every = set(found[0]).union(*found)
+    some = sorted(every.difference(set(found[0]).intersection(*found)))
+    if some:
+        ranks = [rank for rank, names in enumerate(found) if some[0] in names]
+        raise InputError(
+            f"parameters are used on some ranks only: {', '.join(some[:6])}{', ...' if len(some) > 6 else ''}",
+            why=f"the forward uses {some[0]} on {'ranks ' + ', '.join(map(str, ranks[:8]))} of {len(found)}",
+            fix="let the forward do the same on every rank",
+        )
