@@ -29,13 +29,14 @@ def polish(
     strategies: Columns,
     *,
     fits: Callable[[Cuts, Columns], bool],
+    asked: int = ASKED,
     halted: Callable[[], bool] = lambda: False,
 ) -> tuple[Cuts, Columns]:
     """A choice that fits and has no better neighbour that fits among those asked, starting from one that fits.
 
     Neighbours differ in one layer, in all equal layers of one strategy, in one layer at a cut, and in small tables in
     any two layers. tables: with memory bounded from below; what does not fit them is not asked of `fits`.
-    O(layers * strategies) in numpy a step, and ASKED questions at most. Stops early when `halted`.
+    O(layers * strategies) in numpy a step, and `asked` questions at most. Stops early when `halted`.
     """
     current = layers_per_stage, strategies
     best_ns = score(tables, *current).objective_ns
@@ -48,7 +49,7 @@ def polish(
         ]
         better.sort()
         found = None
-        for entry in better[:ASKED]:
+        for entry in better[:asked]:
             if halted():
                 break
             if fits(*entry[1]):

@@ -19,7 +19,7 @@ from autopar.cuts import CutTables, check_files, cut_tables, legal_cuts
 from autopar.errors import InfeasibleError, InputError, RunError
 from autopar.measured import ClusterFile, ModelFile
 from autopar.plan import Certificate, Plan, PlanCluster, PlanModel
-from autopar.polish import Columns, Cuts, polish
+from autopar.polish import ASKED, Columns, Cuts, polish
 from autopar.predict import Units, predict, stage_memory
 from autopar.price import INFEASIBLE, CostTables, score
 from autopar.request import Request, Schedule
@@ -39,7 +39,7 @@ CLOSE = 0.01
 ROUNDS = 6
 """How often a choice of a table that does not fit makes way for a leaner one."""
 POLISHED = 12
-"""Of how many choices the neighbours are tried, when none is proven optimal; in large tables one a table, a third."""
+"""Of how many choices the neighbours are tried, when none is proven optimal; in large tables one a table, a sixth."""
 
 Progress = Callable[[str, int, int], None]
 """Told a phase (tables, solve, polish), how many of its steps are done, and how many there are."""
@@ -275,11 +275,14 @@ def _polish(pool: _Pool, bound_ns: int, tell: Progress, halted: Callable[[], boo
         ):
             if not pool.made.is_large or all(table != other for other, _, _ in starts):
                 starts.append((table, layers_per_stage, strategies))
-        starts = starts[: POLISHED // 3 if pool.made.is_large else POLISHED]
+        most, asked = (POLISHED // 6, ASKED // 4) if pool.made.is_large else (POLISHED, ASKED)
+        starts = starts[:most]
         for i, (table, layers_per_stage, strategies) in enumerate(starts):
             tell("polish", i, len(starts))
             fits = partial(pool.fits, table)
-            better = polish(pool.made.lower[table], layers_per_stage, strategies, fits=fits, halted=halted)
+            better = polish(
+                pool.made.lower[table], layers_per_stage, strategies, fits=fits, asked=asked, halted=halted
+            )
             pool.add(table, *better)
         tell("polish", len(starts), len(starts))
 
