@@ -101,7 +101,7 @@ def profile_model(
     from autopar.profiler.cluster import default_device, default_nproc
     from autopar.profiler.models import profile_model as measure
     from autopar.report import model_table
-    from autopar.runtime.models import canonical_source
+    from autopar.runtime.source import canonical_source
     from autopar.units import dtype_name
 
     source, name = canonical_source(model, overrides), dtype_name(dtype)

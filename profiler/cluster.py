@@ -8,11 +8,11 @@ No torch here: the processes that measure import it.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from autopar.axes import RankMesh, divisors
 from autopar.cluster import ClusterSpec
@@ -20,11 +20,10 @@ from autopar.errors import InputError
 from autopar.formats import from_plain
 from autopar.measured import COLLECTIVES, ClusterFile, Collective, GroupShape, LinkCurve, LinkProfile
 from autopar.profiler.provenance import provenance
-from autopar.runtime.launch import inside_torchrun, launch
+from autopar.runtime.launch import Device, Progress, inside_torchrun, launch
 from autopar.units import KIB, MIB
 
 Groups = tuple[tuple[int, ...], ...]
-Progress = Callable[[dict[str, Any]], None]
 
 SIZES_BYTES = (
     *(KIB * k for k in (1, 4, 16, 64, 256, 512)),
@@ -46,7 +45,7 @@ class Interrupted(KeyboardInterrupt):
 def profile_cluster(
     *,
     nproc: int | None = None,
-    device: Literal["cpu", "cuda"] | None = None,
+    device: Device | None = None,
     sizes: Sequence[int] | None = None,
     progress: Progress | None = None,
     command: str = "",
@@ -61,7 +60,7 @@ def profile_cluster(
     """
     chosen = device or default_device()
     count = nproc or default_nproc(chosen)
-    ranks_per_node = int(os.environ["LOCAL_WORLD_SIZE"]) if _several_nodes() else count
+    ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", count)) if inside_torchrun() else count
     sizes_bytes = _checked(SIZES_BYTES if sizes is None else sizes)
     points = len(tasks(count, ranks_per_node)) * len(sizes_bytes)
     payload = {
@@ -105,7 +104,6 @@ def profile_cluster(
     except KeyboardInterrupt:
         raise Interrupted(file() if curves else None) from None
     facts, curves = results[0], results[0]["curves"]
-    facts["device_name"], curves[:] = results[0]["device_name"], results[0]["curves"]
     facts["memory_bytes"] = min(result["memory_bytes"] for result in results)
     return file()
 
@@ -154,16 +152,12 @@ def _checked(sizes: Sequence[int]) -> list[int]:
     return found
 
 
-def _several_nodes() -> bool:
-    return inside_torchrun() and "LOCAL_WORLD_SIZE" in os.environ
-
-
-def default_device() -> Literal["cpu", "cuda"]:
+def default_device() -> Device:
     """CUDA where there is a GPU."""
     return "cuda" if _gpus() else "cpu"
 
 
-def default_nproc(device: Literal["cpu", "cuda"]) -> int:
+def default_nproc(device: Device) -> int:
     """How many processes a profile starts: all of torchrun's, all GPUs, or one a core, at least 2."""
     if inside_torchrun():
         return int(os.environ["WORLD_SIZE"])

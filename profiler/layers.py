@@ -13,19 +13,19 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from autopar.axes import prime_factors
 from autopar.errors import InputError
 from autopar.measured import TensorParallelCall
 from autopar.model import ModelSpec
-from autopar.profiler.provenance import cpu_name
+from autopar.profiler.clock import device_name
 from autopar.profiler.trace import LayerCall
+from autopar.runtime.arguments import argument, replace_argument
+from autopar.runtime.batches import example_batch, vocab_size
 from autopar.runtime.losses import own_loss
-from autopar.runtime.models import example_batch, vocab_size
 from autopar.runtime.spec import describe, kind_name
-from autopar.runtime.stage import LossFunction, StageBody, StageModule, replace_argument
-from autopar.runtime.structure import Probe, argument, probe
+from autopar.runtime.stage import LossFunction, StageBody, StageModule
+from autopar.runtime.structure import Probe, probe
 from autopar.runtime.tracker import storage_bytes
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class LayerBench:
             raise InputError(f"{type(model).__name__} has nothing to plan", why=why, fix="give a model with layers")
         self._device = next(model.parameters()).device
         self.device: Literal["cpu", "cuda"] = "cuda" if self._device.type == "cuda" else "cpu"
-        self.device_name = torch.cuda.get_device_name(self._device) if self.device == "cuda" else cpu_name()
+        self.device_name = device_name(self._device)
         batch = example if example is not None else example_batch(model, samples=_PROBE_SAMPLES, sequence=sequence)
         self._batch = _resized(batch, _PROBE_SAMPLES, self._device)
         self._probe = _probe(model, self._batch)
@@ -78,8 +78,8 @@ class LayerBench:
         self._derivations = described.derivations
         structure = self._probe.structure
         self._numbers = {kind_name(n, len(self._probe.inputs)): n for n in self._probe.inputs}
-        held = model.get_submodule(structure.blocks)
-        self._blocks = {n: held.get_submodule(str(structure.kinds.index(n))) for n in self._probe.inputs}
+        blocks = structure.block_list(model)
+        self._blocks = {n: blocks[structure.kinds.index(n)] for n in self._probe.inputs}
         self._dtype: torch.dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
         self._loss = loss or own_loss(model, self._batch)
         self._model = model
@@ -118,7 +118,7 @@ class LayerBench:
         def run(hidden: Tensor | None) -> Tensor:
             given, named = replace_argument(args, kwargs, structure.hidden, hidden)
             output = module(*given, **named)
-            first = output[0] if structure.output_length else output
+            first = structure.hidden_in(output)
             assert isinstance(first, Tensor)
             return first
 
@@ -135,7 +135,7 @@ class LayerBench:
             return 0
         number = self._numbers.get(key.kind, 0)
         args, kwargs = self._block_inputs(number, samples)
-        return storage_bytes(_leaves(replace_argument(args, kwargs, self._probe.structure.hidden, None)))
+        return storage_bytes(replace_argument(args, kwargs, self._probe.structure.hidden, None))
 
     def calls(self, key: LayerKey) -> tuple[TensorParallelCall, ...]:
         """The collectives of the layer over its tensor-parallel group."""
@@ -177,7 +177,7 @@ class LayerBench:
 
     def _outer_module(self, kind: str) -> nn.Module:
         """The stage that holds the embedding or the head alone; the blocks are shared with the model, not copied."""
-        blocks = self._model.get_submodule(self._probe.structure.blocks).children()
+        blocks = self._probe.structure.block_list(self._model)
         shared = copy.deepcopy(self._model, {id(block): block for block in blocks})
         last = self._probe.structure.num_blocks + 1
         body = StageBody(shared, self._probe.structure, range(1) if kind == "embed" else range(last, last + 1))
@@ -207,12 +207,6 @@ def _repeated(tensor: Tensor, dim: int, samples: int) -> Tensor:
 
 def _resized(batch: Mapping[str, Tensor], samples: int, device: torch.device) -> dict[str, Tensor]:
     return {name: _repeated(value.to(device), 0, samples) for name, value in batch.items()}
-
-
-def _leaves(value: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    tree_map(lambda leaf: found.append(leaf) if isinstance(leaf, Tensor) else None, value)
-    return found
 
 
 def _probe(model: nn.Module, batch: Mapping[str, Tensor]) -> Probe:

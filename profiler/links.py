@@ -5,13 +5,10 @@ The time of one repeat is that of the slowest rank, the time of a message size t
 
 from __future__ import annotations
 
-import contextlib
 import math
-import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -22,10 +19,10 @@ from torch import Tensor
 from autopar.errors import RunError
 from autopar.formats import to_plain
 from autopar.measured import Collective, LinkCurve
+from autopar.profiler.clock import device_name, slowest, wait_for
 from autopar.profiler.cluster import Dimension, Groups, tasks
-from autopar.profiler.provenance import cpu_name
-
-Report = Callable[[dict[str, Any]], None]
+from autopar.runtime.launch import Progress
+from autopar.runtime.machine import machine_memory_bytes
 
 _ELEMENT_BYTES = 4  # float32
 _BURST_S = 0.004  # a repeat is so many calls as take this long, to rise above the skew of the ranks' start
@@ -34,7 +31,7 @@ _OUTLIER = 5
 _ROUNDS, _MOST_REPEATS = 3, 8  # rounds over all sizes of a curve, repeats in each
 
 
-def measure_rank(payload: dict[str, Any], report: Report) -> dict[str, Any]:
+def measure_rank(payload: dict[str, Any], report: Progress) -> dict[str, Any]:
     """What this rank found: `device_name`, `memory_bytes`, and `curves` (the same on every rank), as plain values.
 
     payload: device, sizes_bytes (ascending), ranks_per_node, budget_s (to be shared out over all sizes). Reports how
@@ -132,8 +129,8 @@ def _run(
     part = torch.zeros(elements // n, device=device)
     calls: dict[Collective, Callable[[], object]] = {
         "all_reduce": partial(dist.all_reduce, whole, group=group),
-        "all_gather": partial(dist.all_gather_into_tensor, whole, part, group=group),
-        "reduce_scatter": partial(dist.reduce_scatter_tensor, part, whole, group=group),
+        "all_gather": partial(dist.all_gather_single, whole, part, group=group),
+        "reduce_scatter": partial(dist.reduce_scatter_single, part, whole, group=group),
         "all_to_all": partial(dist.all_to_all_single, torch.zeros_like(whole), whole, group=group),
     }
     return size_bytes, calls[collective]
@@ -159,37 +156,20 @@ def _repeats(run: Callable[[], object], share_s: float, device: torch.device) ->
 
     The first call does not count: it makes connections and touches memory, and decides how often to repeat.
     """
-    once_s, spent_s = _slowest([_timed(run, 1, device), -share_s], device)
+    once_s, spent_s = slowest([_timed(run, 1, device), -share_s], device)
     calls = min(_MOST_CALLS, max(1, round(_BURST_S / once_s)))
     count = min(_MOST_REPEATS, max(1, int(-spent_s / (once_s * calls))))
-    return _slowest([_timed(run, calls, device) for _ in range(count)], device)
+    return slowest([_timed(run, calls, device) for _ in range(count)], device)
 
 
 def _timed(run: Callable[[], object], calls: int, device: torch.device) -> float:
-    wait = torch.cuda.synchronize if device.type == "cuda" else _nothing
     dist.barrier()
-    wait()
+    wait_for(device)
     started = time.perf_counter()
     for _ in range(calls):
         run()
-    wait()
+    wait_for(device)
     return (time.perf_counter() - started) / calls
-
-
-def _nothing() -> None:
-    pass
-
-
-def _slowest(seconds: list[float], device: torch.device) -> list[float]:
-    """For each entry the largest over all ranks."""
-    values = torch.tensor(seconds, dtype=torch.float64, device=device)
-    dist.all_reduce(values, op=dist.ReduceOp.MAX)
-    return [float(value) for value in values.tolist()]
-
-
-def device_name(device: torch.device) -> str:
-    """The maker's name of the processor or GPU."""
-    return str(torch.cuda.get_device_name(device)) if device.type == "cuda" else cpu_name()
 
 
 def memory_bytes(device: torch.device, ranks_here: int) -> int:
@@ -197,12 +177,3 @@ def memory_bytes(device: torch.device, ranks_here: int) -> int:
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return machine_memory_bytes() // ranks_here
-
-
-def machine_memory_bytes() -> int:
-    """The memory of this machine, or of the container where that is limited to less."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
-            total = min(total, int(Path(limit).read_text(encoding="ascii")))
-    return total

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from autopar.errors import InputError
 from autopar.formats import from_plain
 from autopar.measured import LayerCost, LayerProfile, ModelFile
 from autopar.profiler.found import RankProfile
 from autopar.profiler.provenance import provenance
-from autopar.runtime.launch import launch
+from autopar.runtime.launch import Device, Progress, launch
 from autopar.units import dtype_name
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from autopar.runtime.stage import LossFunction
-
-Device = Literal["cpu", "cuda"]
-Report = Callable[[Mapping[str, Any]], None]
 
 DEFAULT_SAMPLES = (1, 2, 4)
 """Local samples at which layers are timed; between them seconds are interpolated."""
@@ -37,7 +34,7 @@ def profile(
     device: Device = "cpu",
     loss: LossFunction | None = None,
     example: Mapping[str, Tensor] | None = None,
-    progress: Report | None = None,
+    progress: Progress | None = None,
 ) -> ModelFile:
     """The layers of a model as numbers: what `search` plans from.
 
@@ -79,7 +76,7 @@ def profile_model(
     device: Device = "cpu",
     tp_degrees: Sequence[int] | None = None,
     samples: Sequence[int] | None = None,
-    progress: Report | None = None,
+    progress: Progress | None = None,
     command: str = "",
     timeout_s: float = 1800.0,
 ) -> ModelFile:

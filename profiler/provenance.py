@@ -6,7 +6,6 @@ import platform
 import sys
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 from autopar.measured import Provenance
 
@@ -23,16 +22,3 @@ def provenance(command: str, machine: str) -> Provenance:
             continue
     now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     return Provenance(machine=machine, date=now, command=command or " ".join(sys.argv), versions=versions)
-
-
-def cpu_name() -> str:
-    """The maker's name of the processor, with the number of its cores here."""
-    name = platform.processor() or platform.machine()
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                name = line.partition(":")[2].strip()
-                break
-    except OSError:
-        pass
-    return name

@@ -16,10 +16,10 @@ from autopar.profiler.found import LayerBytes, LayerSeconds, RankProfile
 from autopar.profiler.layers import LayerBench, LayerKey
 from autopar.profiler.timing import choose_repeats, time_burst
 from autopar.profiler.trace import LayerTrace, fit, trace
+from autopar.runtime.launch import Progress
 from autopar.runtime.models import build_model
 
 _ROUNDS = 3
-Report = Callable[[dict[str, Any]], None]
 
 
 _prepared: dict[str, LayerBench] = {}
@@ -31,7 +31,7 @@ def prepare(payload: Mapping[str, Any]) -> None:
     _prepared[json.dumps(payload)] = _bench(payload)
 
 
-def profile_rank(payload: Mapping[str, Any], report: Report) -> Any:
+def profile_rank(payload: Mapping[str, Any], report: Progress) -> Any:
     """The RankProfile of this rank, as plain values.
 
     payload: source, dtype, sequence, device, degrees (tensor-parallel), samples.
@@ -58,7 +58,7 @@ def counts(key: LayerKey, samples: Sequence[int]) -> tuple[int, ...]:
     return tuple(samples) if key.tp == 1 else tuple(dict.fromkeys((samples[0], samples[-1])))
 
 
-def measure(bench: LayerBench, *, degrees: Sequence[int], samples: Sequence[int], report: Report) -> RankProfile:
+def measure(bench: LayerBench, *, degrees: Sequence[int], samples: Sequence[int], report: Progress) -> RankProfile:
     """What this rank of the process group (or this process alone) measures of the layers of a model.
 
     Seconds are medians over rounds, and a round goes through all layers: when something else slows the machine for a

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from autopar.measured import Line
-from autopar.runtime.tracker import LiveBytes, storage_bytes, tensors_of
+from autopar.runtime.tracker import LiveBytes, storage_bytes, storage_key, tensors_of
 
 _CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
@@ -88,11 +88,11 @@ def run_inside_model(call: LayerCall, weight: Tensor) -> Tensor:
 
 def _saved(call: LayerCall) -> tuple[int, int]:
     """Bytes that autograd keeps (each storage once; no parameters, no side inputs), and FLOPs of the forward."""
-    known = {tensor.untyped_storage()._cdata for tensor in tensors_of([call.module, call.sides])}
+    known = {storage_key(tensor.untyped_storage()) for tensor in tensors_of([call.module, call.sides])}
     kept: dict[int, Tensor] = {}
 
     def pack(tensor: Tensor) -> Tensor:
-        key = tensor.untyped_storage()._cdata
+        key = storage_key(tensor.untyped_storage())
         if key not in known:
             kept[key] = tensor.detach()
         return tensor.detach()

@@ -10,9 +10,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.errors import InputError
 from autopar.formats import dumps, from_plain, read_file, to_plain, write_file
-from autopar.runtime.gradients import HeldParameter, shard_of, whole
+from autopar.runtime.gradients import HeldParameter, local_piece, shard_of, whole
 
 CHECKPOINT_KIND, CHECKPOINT_SCHEMA = "autopar.checkpoint", 1
 _FACTS = "autopar.json"
@@ -118,11 +117,10 @@ def load_checkpoint(
                 why=f"it was saved with {facts.optimizer or 'no optimizer'}",
                 fix="load without optimizer=, or with the optimizer that was saved",
             )
-        for group, saved in zip(optimizer.param_groups, _each(facts.settings, optimizer), strict=True):
-            group.update(saved)
+        for group in optimizer.param_groups:
+            group.update(_read_settings(facts.settings))
     stored = dcp.FileSystemReader(source).read_metadata().state_dict_metadata
-    wanted = list(_wanted(held, optimizer, stored))
-    batches = [[w for _, w in group] for _, group in groupby(_numbered(wanted), key=lambda pair: pair[0])]
+    batches = _in_batches(_wanted(held, optimizer, stored))
     rounds = torch.tensor(len(batches))
     dist.all_reduce(rounds, op=dist.ReduceOp.MAX)
     for number in range(int(rounds)):
@@ -135,6 +133,8 @@ def load_checkpoint(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Wanted:
+    """One tensor to read: its key and form in the checkpoint, and where it goes (field None: the parameter itself)."""
+
     key: str
     entry: HeldParameter
     field: str | None
@@ -182,23 +182,26 @@ def _stored_name(entry: HeldParameter, stored: dict[str, Any]) -> str:
     )
 
 
-def _numbered(wanted: Sequence[_Wanted]) -> Iterator[tuple[int, _Wanted]]:
-    size, number = 0, 0
+def _in_batches(wanted: Iterable[_Wanted]) -> list[list[_Wanted]]:
+    """What is wanted, in order, in parts of at most _BATCH_BYTES; a larger tensor is a part of its own."""
+    batches: list[list[_Wanted]] = []
+    filled_bytes = 0
     for w in wanted:
         size_bytes = w.dtype.itemsize * torch.Size(w.shape).numel()
-        if size and size + size_bytes > _BATCH_BYTES:
-            size, number = 0, number + 1
-        size += size_bytes
-        yield number, w
+        if not batches or (filled_bytes and filled_bytes + size_bytes > _BATCH_BYTES):
+            batches.append([])
+            filled_bytes = 0
+        batches[-1].append(w)
+        filled_bytes += size_bytes
+    return batches
 
 
 def _put(wanted: _Wanted, full: Tensor, optimizer: torch.optim.Optimizer | None) -> None:
     """Copy this rank's piece of a whole tensor into the parameter, or make it the optimizer's state."""
     parameter = wanted.entry.parameter
     if wanted.field is None:
-        target = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         with torch.no_grad():
-            target.copy_(piece(wanted.entry, full))
+            local_piece(parameter).copy_(piece(wanted.entry, full))
         return
     assert optimizer is not None
     if not full.dim():
@@ -237,9 +240,9 @@ def _settings(optimizer: torch.optim.Optimizer | None) -> str:
     )
 
 
-def _each(settings: str, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    saved = {k: tuple(v) if isinstance(v, list) else v for k, v in json.loads(settings).items()}
-    return [saved for _ in optimizer.param_groups]
+def _read_settings(text: str) -> dict[str, Any]:
+    """The hyperparameters that `_settings` wrote; JSON has made lists of the tuples."""
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in json.loads(text).items()}
 
 
 def _beside(target: Path, suffix: str) -> Path:

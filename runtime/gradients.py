@@ -55,7 +55,12 @@ class HeldParameter:
     def local_grad(self) -> Tensor | None:
         """This rank's piece of the gradient."""
         grad = self.parameter.grad
-        return grad.to_local() if isinstance(grad, DTensor) else grad
+        return None if grad is None else local_piece(grad)
+
+
+def local_piece(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor, sharded or not; a view of it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def whole(entry: HeldParameter, tensor: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from autopar.errors import InputError
+from autopar.runtime.machine import machine_memory_bytes
 from autopar.units import format_bytes
 
 _EVERY_CONFIG = ("tie_word_embeddings", "pad_token_id", "bos_token_id", "eos_token_id", "is_encoder_decoder")
@@ -31,6 +32,11 @@ def is_hugging_face(model: nn.Module) -> bool:
     """Whether the model is a Hugging Face one; never imports transformers."""
     module = sys.modules.get("transformers.modeling_utils")
     return module is not None and isinstance(model, module.PreTrainedModel)
+
+
+def is_config_path(base: str) -> bool:
+    """Whether a MODEL is to be read from a file or folder, rather than the name of a config class."""
+    return base.endswith(".json") or Path(base).is_dir()
 
 
 def build_hugging_face(base: str, overrides: dict[str, Any], dtype: torch.dtype) -> nn.Module:
@@ -81,7 +87,7 @@ def _check_size(auto: Any, config: Any, dtype: torch.dtype) -> None:
         return
     with torch.device("meta"):
         size_bytes = sum(p.nbytes for p in auto.from_config(config, dtype=dtype).parameters())
-    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory_bytes = machine_memory_bytes()
     if size_bytes > memory_bytes:
         raise InputError(
             f"{type(config).__name__} makes a model of {format_bytes(size_bytes)}",
@@ -103,7 +109,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _config(base: str, overrides: dict[str, Any]) -> Any:
-    from_file = base.endswith(".json") or Path(base).is_dir()
+    from_file = is_config_path(base)
     fields = _read_json(Path(base)) if from_file else {}
     kind = _config_class(str(fields.get("model_type"))) if from_file else _attribute(base)
     _check_names(kind, overrides)

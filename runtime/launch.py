@@ -30,9 +30,8 @@ Progress = Callable[[dict[str, Any]], None]
 Device = Literal["cpu", "cuda"]
 
 _POLL_S = 0.05
-_SETTLE_S = (
-    3.0  # after the results or the first failure: time for the ranks to end in order, and to say who was killed
-)
+# After the results or the first failure: time for the ranks to end in order, and to say who was killed.
+_SETTLE_S = 3.0
 _TERM_S = 1.0  # between SIGTERM and SIGKILL
 _BOOT = "import sys; sys.path[:] = sys.argv[2:]; from autopar.runtime.worker import main; main(sys.argv[1])"
 

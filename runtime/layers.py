@@ -8,19 +8,21 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from autopar.axes import Layout
 from autopar.plan import Plan
+from autopar.runtime.arguments import argument, replace_argument
 from autopar.runtime.gradients import HeldParameter, TensorParallelCut, shard_of
 from autopar.runtime.groups import RankGroups
 from autopar.runtime.randomness import BlockStream, agreed_seed
 from autopar.runtime.relayout import GroupOf, relayout
 from autopar.runtime.spec import DescribedModel
-from autopar.runtime.stage import StageBody, replace_argument
-from autopar.runtime.structure import Probe, Structure, argument
+from autopar.runtime.stage import StageBody
+from autopar.runtime.structure import Probe, Structure
 from autopar.runtime.zero import owners, shard_modules, shard_root
 
 if TYPE_CHECKING:
@@ -56,13 +58,13 @@ def place_layers(
 
 def _cut_blocks(
     body: StageBody, plan: Plan, found: Probe, described: DescribedModel, groups: RankGroups
-) -> dict[int, tuple[BlockPlan, tuple[int, ...]]]:
-    """The plans of the tensor-parallel blocks of the stage by number, with this rank's coordinate in each.
+) -> dict[int, BlockPlan]:
+    """The plans of the tensor-parallel blocks of the stage by number, after cutting each for this rank.
 
     Each distinct plan is first checked on the real ranks, every gradient against the unsharded block.
     """
     mesh = plan.mesh
-    cut: dict[int, tuple[BlockPlan, tuple[int, ...]]] = {}
+    cut: dict[int, BlockPlan] = {}
     checked = set()
     for number, block in body.blocks().items():
         strategy, kind = plan.strategies[number + 1], body.structure.kinds[number]
@@ -82,11 +84,11 @@ def _cut_blocks(
             inputs = found.inputs[kind]
             check_plan(block, block_plan, tensor_groups, coordinate, inputs.args, inputs.kwargs)
         apply(block, block_plan, tensor_groups, coordinate)
-        cut[number] = (block_plan, coordinate)
+        cut[number] = block_plan
     return cut
 
 
-def _tensor_groups(groups: RankGroups, axes: tuple[str, ...]) -> list[torch.distributed.ProcessGroup]:
+def _tensor_groups(groups: RankGroups, axes: tuple[str, ...]) -> list[dist.ProcessGroup]:
     """One group per tp axis, then one over all of them."""
     return [*(groups.along((axis,)) for axis in axes), groups.along(axes)]
 
@@ -101,11 +103,12 @@ def _tied_parameters(model: nn.Module, structure: Structure) -> dict[str, tuple[
 
 
 def _attach_relayouts(body: StageBody, plan: Plan, groups: RankGroups) -> None:
+    """Hooks that move the hidden state from layout to layout, beginning and ending in that of the boundary."""
     mesh, structure = plan.mesh, body.structure
     before = mesh.boundary
     blocks = body.blocks()
 
-    def group_of(axis: str) -> torch.distributed.ProcessGroup:
+    def group_of(axis: str) -> dist.ProcessGroup:
         return groups.along((axis,))
 
     for number, block in blocks.items():
@@ -152,14 +155,14 @@ class _Entry:
 
 def _exit(structure: Structure, source: Layout, target: Layout, group_of: GroupOf) -> Any:
     def hook(module: nn.Module, args: Any, output: Any) -> Any:
-        if structure.output_length:
-            return (relayout(output[0], source, target, group_of), *output[1:])
-        return relayout(output, source, target, group_of)
+        moved = relayout(structure.hidden_in(output), source, target, group_of)
+        return (moved, *output[1:]) if structure.output_length else moved
 
     return hook
 
 
 def _attach_streams(body: StageBody, plan: Plan, groups: RankGroups) -> None:
+    """A random stream for each block, the same on the ranks that hold the same samples."""
     seed = agreed_seed()
     for number, block in body.blocks().items():
         axes = plan.mesh.place(plan.strategies[number + 1]).dp
@@ -168,6 +171,7 @@ def _attach_streams(body: StageBody, plan: Plan, groups: RankGroups) -> None:
 
 
 def _modules_of(body: StageBody, layer: int) -> list[nn.Module]:
+    """The modules that hold the parameters of a layer: the block, or the owners of those of embedding or head."""
     if 0 < layer <= body.structure.num_blocks:
         return [body.blocks()[layer - 1]]
     structure = body.structure
@@ -203,17 +207,18 @@ def _shard(body: StageBody, plan: Plan, groups: RankGroups) -> None:
 
 
 def _contains_blocks(module: nn.Module, body: StageBody) -> bool:
-    held = body.model.get_submodule(body.structure.blocks)
-    return any(child is held for child in module.modules())
+    blocks = body.structure.block_list(body.model)
+    return any(child is blocks for child in module.modules())
 
 
 def _held(
     body: StageBody,
     plan: Plan,
     groups: RankGroups,
-    block_plans: Mapping[int, tuple[BlockPlan, tuple[int, ...]]],
+    block_plans: Mapping[int, BlockPlan],
     tied: Mapping[str, tuple[str, ...]],
 ) -> list[HeldParameter]:
+    """Every parameter of the stage once, under the name of the first layer that uses it."""
     mesh, structure = plan.mesh, body.structure
     found: list[HeldParameter] = []
     seen: set[int] = set()
@@ -229,7 +234,7 @@ def _held(
             share: float | Tensor = strategy.state_shards / strategy.dp
             cut = None
             if layer - 1 in block_plans:
-                block_plan, _ = block_plans[layer - 1]
+                block_plan = block_plans[layer - 1]
                 cut = TensorParallelCut(plan=block_plan, name=name.removeprefix(prefix), group=groups.along(placed.tp))
                 share = share * _tensor_share(block_plan, cut.name, parameter)
             in_both = across and name in tied

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.errors import InputError
+from autopar.runtime.batches import labels_of
 from autopar.runtime.stage import LossFunction
 
 IGNORED_LABEL = -100
@@ -27,18 +28,6 @@ def loss_of(output: Any) -> Tensor | None:
         if isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point():
             return value
     return None
-
-
-def labels_of(batch: Mapping[str, Tensor]) -> str:
-    """The name under which a batch holds its labels; InputError when it has none."""
-    for name in ("labels", "targets", "target", "y"):
-        if name in batch:
-            return name
-    raise InputError(
-        "the loss of this model cannot be averaged over ranks",
-        why=f"its batch ({', '.join(batch)}) has no `labels` or `targets`, so their number is not known",
-        fix="give autopar.parallelize(model, plan, loss=...) a function (output, batch) -> (sum, count)",
-    )
 
 
 def first_label_counts(model: nn.Module, batch: Mapping[str, Tensor]) -> bool:

@@ -1,53 +1,24 @@
-"""Models from MODEL strings (`autopar.runtime.source`), and batches that fit them. Nothing is ever downloaded."""
+"""Models from MODEL strings (`autopar.runtime.source`). Nothing is ever downloaded."""
 
 from __future__ import annotations
 
 import difflib
 import importlib
 import importlib.util
-import inspect
 import os
 import re
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from autopar.errors import InputError
-from autopar.runtime.hugging_face import build_hugging_face, is_hugging_face
-from autopar.runtime.source import FORMS, canonical_source, parse_source
+from autopar.runtime.hugging_face import build_hugging_face, is_config_path
+from autopar.runtime.source import FORMS, parse_source
 from autopar.units import dtype_name
-
-__all__ = [
-    "BatchForm",
-    "batch_form",
-    "build_model",
-    "canonical_source",
-    "example_batch",
-    "max_sequence",
-    "parse_source",
-    "vocab_size",
-]
-
-_IDS_NAMES = ("input_ids", "ids", "idx", "tokens", "x", "input", "inputs")
-_LABEL_NAMES = ("labels", "targets", "target", "y")
-
-
-@dataclass(frozen=True, kw_only=True)
-class BatchForm:
-    """How a language model takes its batch.
-
-    ids, labels: the names of forward's parameters (labels None: the model computes no loss itself); shifted: whether
-    the labels must already be the next tokens (Hugging Face models shift them themselves).
-    """
-
-    ids: str = "input_ids"
-    labels: str | None = "labels"
-    shifted: bool = False
 
 
 def build_model(source: str, *, dtype: str = "float32", seed: int = 0, device: str = "cpu") -> nn.Module:
@@ -61,7 +32,7 @@ def build_model(source: str, *, dtype: str = "float32", seed: int = 0, device: s
     devices = [] if device in ("cpu", "meta") else [device]
     with torch.random.fork_rng(devices=devices), torch.device(device):
         torch.manual_seed(seed)
-        if re.fullmatch(r"\w*Config", base, re.ASCII) or _is_config_path(base):
+        if re.fullmatch(r"\w*Config", base, re.ASCII) or is_config_path(base):
             model = build_hugging_face(base, overrides, kind)
         elif re.fullmatch(r".+:[A-Za-z_]\w*", base, re.DOTALL):
             model = _call(base, overrides).to(kind)
@@ -70,8 +41,9 @@ def build_model(source: str, *, dtype: str = "float32", seed: int = 0, device: s
     return model.train()
 
 
-def _is_config_path(base: str) -> bool:
-    return base.endswith(".json") or Path(base).is_dir()
+def import_model(source: str) -> None:
+    """Import all that building the model of a MODEL string imports; cheap, since it is built without storage."""
+    build_model(source, device="meta")
 
 
 def _no_model(base: str) -> InputError:
@@ -147,90 +119,3 @@ def _load_module(name: str) -> ModuleType:
 def _not_importable(name: str, error: BaseException) -> InputError:
     why = f"{type(error).__name__}: {error}"
     return InputError(f"{name} cannot be imported", why=why, fix="import it by hand, from this folder, and cure that")
-
-
-def vocab_size(model: nn.Module) -> int | None:
-    """The number of token ids: of the config where there is one, else rows of the nn.Embedding that looks them up.
-
-    None where there is neither. With several embeddings (positions, types) one small forward tells which it is.
-    """
-    size = getattr(getattr(model, "config", None), "vocab_size", None)
-    if isinstance(size, int):
-        return size
-    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    if not tables:
-        return None
-    table = tables[0] if len(tables) == 1 else _looked_up(model, tables)
-    return int(table.num_embeddings)
-
-
-def _looked_up(model: nn.Module, tables: list[nn.Embedding]) -> nn.Embedding:
-    """The first table that gets the ids themselves; the first of all when the model does not run on its own."""
-    form = batch_form(model)
-    found: list[nn.Embedding] = []
-
-    def see(module: nn.Module, args: tuple[Any, ...]) -> None:
-        # The ids are all 0: positions would begin 0, 1.
-        if isinstance(module, nn.Embedding) and args and args[0].shape == (1, 2) and not bool(args[0].any()):
-            found.append(module)
-
-    handles = [table.register_forward_pre_hook(see) for table in tables]
-    was_training = model.training
-    ids = torch.zeros(1, 2, dtype=torch.long, device=tables[0].weight.device)
-    batch = {name: ids for name in (form.ids, form.labels) if name is not None}
-    try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            model.eval()(**batch)
-    except Exception:  # it may need more inputs than these; what ran before that still counts
-        pass
-    finally:
-        model.train(was_training)
-        for handle in handles:
-            handle.remove()
-    return (found or tables)[0]
-
-
-def max_sequence(model: nn.Module) -> int | None:
-    """The longest sequence that a Hugging Face config allows; None where no config says so."""
-    length = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-    return length if isinstance(length, int) else None
-
-
-def batch_form(model: nn.Module) -> BatchForm:
-    """How the model takes ids and labels: Hugging Face's way, or by the names of forward's parameters."""
-    if is_hugging_face(model):
-        return BatchForm()
-    names = list(inspect.signature(model.forward).parameters)
-    ids = next((name for name in _IDS_NAMES if name in names), names[0] if names else None)
-    if ids is None:
-        why = "its forward has no parameter"
-        raise InputError(f"{type(model).__name__} takes no batch", why=why, fix="let forward take the token ids")
-    return BatchForm(ids=ids, labels=next((n for n in _LABEL_NAMES if n in names and n != ids), None), shifted=True)
-
-
-def example_batch(model: nn.Module, *, samples: int, sequence: int, seed: int = 0) -> dict[str, Tensor]:
-    """A batch of random tokens that the model takes: ids and, where it takes them, labels, each [samples, sequence].
-
-    The same arguments give the same batch. Raises InputError when the model has no vocabulary (then only the user
-    knows its input) or the sequence is longer than its config allows.
-    """
-    size, longest = vocab_size(model), max_sequence(model)
-    if size is None:
-        raise InputError(
-            f"{type(model).__name__} has no vocabulary",
-            why="it has neither config.vocab_size nor an nn.Embedding, so no batch can be made up for it",
-            fix="pass a batch as example=",
-        )
-    if longest is not None and sequence > longest:
-        raise InputError(
-            f"sequence {sequence} is too long for {type(model).__name__}",
-            why=f"its max_position_embeddings is {longest}",
-            fix=f"take a sequence of at most {longest}, or set max_position_embeddings={sequence}",
-        )
-    form = batch_form(model)
-    generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(size, (samples, sequence + 1), generator=generator)
-    batch = {form.ids: tokens[:, :-1].contiguous()}
-    if form.labels is not None:
-        batch[form.labels] = (tokens[:, 1:] if form.shifted else tokens[:, :-1]).clone()
-    return batch

@@ -15,6 +15,7 @@ from torch.utils.data import Dataset, DistributedSampler
 
 from autopar.errors import InputError, RunError
 from autopar.plan import Plan
+from autopar.runtime.batches import example_batch
 from autopar.runtime.checkpoint import load_checkpoint, save_checkpoint
 from autopar.runtime.gradients import (
     HeldParameter,
@@ -26,7 +27,6 @@ from autopar.runtime.gradients import (
 from autopar.runtime.groups import RankGroups
 from autopar.runtime.layers import LocalLayers, place_layers
 from autopar.runtime.losses import loss_of, own_loss
-from autopar.runtime.models import example_batch
 from autopar.runtime.pipelining import Pipeline
 from autopar.runtime.spec import describe
 from autopar.runtime.stage import LossFunction, StageModule
@@ -171,7 +171,7 @@ class ParallelModel(nn.Module):
         return output if mean is None else _with_loss(output, mean, self._global_mean(output, batch))
 
     def _global_mean(self, output: Any, batch: Mapping[str, Tensor]) -> Tensor:
-        total, count = self.stage._loss(output, batch)
+        total, count = self.stage.loss(output, batch)
         sums = torch.stack([total.detach().double().cpu(), count.double().cpu()])
         dist.all_reduce(sums, group=self._groups.along(self.plan.mesh.names))
         local = total / sums[1].to(total)

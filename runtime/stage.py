@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar.runtime.structure import Structure, argument
+from autopar.runtime.arguments import argument, replace_argument
+from autopar.runtime.structure import Structure
 
 LossFunction = Callable[[Any, Mapping[str, Tensor]], tuple[Tensor, Tensor]]
 """(what the model returned, the batch) -> (sum of the losses, number of their tokens or samples)."""
@@ -41,15 +42,6 @@ class PassThrough(nn.Module):
         return (hidden, *(None,) * (self._length - 1)) if self._length else hidden
 
 
-def replace_argument(
-    args: tuple[Any, ...], kwargs: dict[str, Any], key: int | str, value: Any
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with the one at `key` (position or keyword) replaced."""
-    if isinstance(key, int):
-        return (*args[:key], value, *args[key + 1 :]), kwargs
-    return args, {**kwargs, key: value}
-
-
 class StageBody(nn.Module):
     """The part `layers` of a model's chain as a module.
 
@@ -70,23 +62,24 @@ class StageBody(nn.Module):
 
     def blocks(self) -> dict[int, nn.Module]:
         """The own blocks by their number."""
-        held = self.model.get_submodule(self.structure.blocks)
-        return {n: held.get_submodule(str(n)) for n in range(self.structure.num_blocks) if n + 1 in self.layers}
+        return {n: block for n, block in enumerate(self._all_blocks) if n + 1 in self.layers}
+
+    @property
+    def _all_blocks(self) -> nn.ModuleList:
+        return self.structure.block_list(self.model)
 
     def _drop_foreign_parameters(self) -> None:
         structure = self.structure
-        held = self.model.get_submodule(structure.blocks)
-        assert isinstance(held, nn.ModuleList)
         for number in range(structure.num_blocks):
             if number + 1 not in self.layers:
-                held[number] = PassThrough(structure)
+                self._all_blocks[number] = PassThrough(structure)
         own = {*(structure.embed_parameters if self.holds_embed else ())}
         own |= {*(structure.head_parameters if self.holds_head else ())}
         for name in {*structure.embed_parameters, *structure.head_parameters} - own:
             path, _, leaf = name.rpartition(".")
             owner = self.model.get_submodule(path)
             stub = _stub(getattr(owner, leaf))
-            del owner._parameters[leaf]
+            delattr(owner, leaf)
             owner.register_buffer(leaf, stub, persistent=False)
 
     def attach_ends(self) -> None:
@@ -100,8 +93,7 @@ class StageBody(nn.Module):
     def _attach_feed(self) -> None:
         if self.holds_embed:
             return
-        held = self.model.get_submodule(self.structure.blocks)
-        entry = held.get_submodule(str(min(self.layers[0] - 1, self.structure.num_blocks - 1)))
+        entry = self._all_blocks[min(self.layers[0] - 1, self.structure.num_blocks - 1)]
 
         def feed(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             fed, self._fed = self._fed, None
@@ -112,19 +104,18 @@ class StageBody(nn.Module):
     def _attach_exit(self) -> None:
         if self.holds_head:
             return
-        held = self.model.get_submodule(self.structure.blocks)
         if self.layers[-1] == 0:
 
             def leave_before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
                 raise _LeftEarly(argument(args, kwargs, self.structure.hidden))
 
-            held.get_submodule("0").register_forward_pre_hook(leave_before, with_kwargs=True)
+            self._all_blocks[0].register_forward_pre_hook(leave_before, with_kwargs=True)
             return
 
         def leave_after(module: nn.Module, args: Any, output: Any) -> None:
-            raise _LeftEarly(output[0] if self.structure.output_length else output)
+            raise _LeftEarly(self.structure.hidden_in(output))
 
-        held.get_submodule(str(self.layers[-1] - 1)).register_forward_hook(leave_after)
+        self._all_blocks[self.layers[-1] - 1].register_forward_hook(leave_after)
 
     def forward(self, hidden: Tensor | None, **batch: Tensor) -> Any:
         """The hidden state after the last own layer, or the model's output when the stage holds the head."""
@@ -146,14 +137,14 @@ class StageModule(nn.Module):
     """A stage as the pipeline runs it: hidden in, hidden out, and on the last stage the sum of the losses.
 
     It stays a plain module around `body` (which may be sharded), so that a pipeline schedule leaves the gradient
-    synchronisation of sharded layers to themselves, micro-batch by micro-batch. `counted` holds, micro-batch by
-    micro-batch, the (sum, count) of the losses since `reset`.
+    synchronisation of sharded layers to themselves, micro-batch by micro-batch. loss: what the last stage sums up;
+    counted: micro-batch by micro-batch, the (sum, count) of the losses since `reset`.
     """
 
     def __init__(self, body: StageBody, loss: LossFunction) -> None:
         super().__init__()
         self.body = body
-        self._loss = loss
+        self.loss = loss
         self.counted: list[tuple[Tensor, Tensor]] = []
 
     def reset(self) -> None:
@@ -166,6 +157,6 @@ class StageModule(nn.Module):
         if not self.body.holds_head:
             assert isinstance(output, Tensor)
             return output.clone() if output._is_view() else output
-        total, count = self._loss(output, batch)
+        total, count = self.loss(output, batch)
         self.counted.append((total.detach(), count))
         return total

@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from autopar.errors import InputError
 from autopar.model import Parameter
+from autopar.runtime.arguments import argument, named_arguments
 from autopar.runtime.refusals import refuse_batch_statistics, refuse_shared
+from autopar.runtime.trees import tree_leaves, tree_map
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +31,9 @@ class Structure:
 
     blocks: dotted path of the ModuleList; hidden: position (or keyword) at which a block takes the hidden state;
     output_length: 0 when a block returns the hidden state itself, otherwise the length of the tuple that it leads;
+    hidden_size: elements of the hidden state's last dimension;
     batch_inputs: the side inputs of a block that carry the batch, as (position or keyword, dimension);
-    embed_parameters, head_parameters: full names; tied: whether some parameter is in both.
+    embed_parameters, head_parameters: full names; tied: whether some parameter is in both;
     kinds: for each block the number of its kind (class, parameter shapes and dtypes).
     """
 
@@ -49,6 +51,16 @@ class Structure:
     def block_path(self, block: int) -> str:
         """The dotted path of a block."""
         return f"{self.blocks}.{block}"
+
+    def block_list(self, model: nn.Module) -> nn.ModuleList:
+        """The list that holds the blocks."""
+        found = model.get_submodule(self.blocks)
+        assert isinstance(found, nn.ModuleList)
+        return found
+
+    def hidden_in(self, output: Any) -> Any:
+        """The hidden state in what a block returned."""
+        return output[0] if self.output_length else output
 
     def layer_parameters(self, model: nn.Module, layer: int) -> dict[str, nn.Parameter]:
         """The parameters of a layer of the chain by full name, shared ones under every name that the layer uses."""
@@ -158,7 +170,7 @@ def _hooked(handles: list[Any]) -> Iterator[None]:
 
 
 def _find_hidden(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | str:
-    for key, value in _named(args, kwargs):
+    for key, value in named_arguments(args, kwargs):
         if isinstance(value, Tensor) and value.is_floating_point():
             return key
     raise InputError(
@@ -169,19 +181,7 @@ def _find_hidden(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | str:
 
 
 def _detached(value: Any) -> Any:
-    return torch.utils._pytree.tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, value)
-
-
-def _named(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[int | str, Any]]:
-    """All arguments with their position or keyword."""
-    return [*enumerate(args), *kwargs.items()]
-
-
-def argument(args: tuple[Any, ...], kwargs: Mapping[str, Any], key: int | str) -> Any:
-    """The argument at a position or under a keyword, None where there is none."""
-    if isinstance(key, int):
-        return args[key] if key < len(args) else None
-    return kwargs.get(key)
+    return tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, value)
 
 
 def probe(model: nn.Module, batch: Mapping[str, Tensor]) -> Probe:
@@ -211,22 +211,10 @@ def probe(model: nn.Module, batch: Mapping[str, Tensor]) -> Probe:
         model(**{name: value[: samples - 1] for name, value in batch.items()})
         model.train(was_training)
     small_run = seen.take()
-    named = dict(model.named_parameters(remove_duplicate=False))
-    prefix = path + "."
-    outside = {name: p for name, p in named.items() if not name.startswith(prefix)}
-    refuse_shared({name: id(p) for name, p in named.items()}, prefix, usage.used["blocks"])
-    embed = tuple(n for n, p in outside.items() if id(p) in usage.used["embed"])
-    head = tuple(n for n, p in outside.items() if id(p) in usage.used["head"] and n not in embed)
-    tied_ids = usage.used["embed"] & usage.used["head"] & {id(p) for p in outside.values()}
-    if tied_ids:
-        # A shared parameter goes by its first name in the embedding and by its last in the head.
-        names = {i: [n for n, p in outside.items() if id(p) == i] for i in tied_ids}
-        first, last = {n[0] for n in names.values()}, {n[-1] for n in names.values()}
-        embed = tuple(n for n in embed if id(outside[n]) not in tied_ids or n in first)
-        head = tuple(
-            n for n, p in outside.items() if id(p) in usage.used["head"] and (id(p) not in tied_ids or n in last)
-        )
-    unused = tuple(n for n in outside if n not in embed and n not in head and id(outside[n]) not in tied_ids)
+    named = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
+    refuse_shared(named, path + ".", usage.used["blocks"])
+    outside = {name: i for name, i in named.items() if not name.startswith(path + ".")}
+    embed, head, tied = _ends(outside, usage.used["embed"], usage.used["head"])
     structure = Structure(
         blocks=path,
         num_blocks=len(blocks),
@@ -234,18 +222,36 @@ def probe(model: nn.Module, batch: Mapping[str, Tensor]) -> Probe:
         output_length=first_run.output_length,
         hidden_size=first_run.hidden_shape[-1],
         batch_inputs=_batch_inputs(first_run.shapes, small_run.shapes, first_run.hidden),
-        embed_parameters=(*embed, *unused),
+        embed_parameters=embed,
         head_parameters=head,
-        tied=bool(tied_ids),
+        tied=tied,
         kinds=tuple(kinds),
     )
     used = set().union(*usage.used.values())
     return Probe(
         structure=structure,
-        used=tuple(name for name, p in named.items() if id(p) in used),
+        used=tuple(name for name, i in named.items() if i in used),
         inputs=first_run.inputs,
         hidden_shape=first_run.hidden_shape[1:],
     )
+
+
+def _ends(
+    outside: Mapping[str, int], in_embed: set[int], in_head: set[int]
+) -> tuple[tuple[str, ...], tuple[str, ...], bool]:
+    """The names of the parameters of embedding and head, and whether some are tied.
+
+    outside: the identity of each parameter outside the blocks by name; in_embed, in_head: the identities of those that
+    ran there. A tied parameter goes by its first name in the embedding and by its last in the head; what ran in
+    neither is counted to the embedding.
+    """
+    tied = in_embed & in_head & set(outside.values())
+    names = {i: [name for name, j in outside.items() if j == i] for i in tied}
+    first, last = {found[0] for found in names.values()}, {found[-1] for found in names.values()}
+    embed = [name for name, i in outside.items() if i in in_embed and (i not in tied or name in first)]
+    head = [name for name, i in outside.items() if i in in_head and (i not in tied or name in last)]
+    unused = [name for name, i in outside.items() if i not in in_embed | in_head]
+    return (*embed, *unused), tuple(head), bool(tied)
 
 
 def _kinds(blocks: nn.ModuleList) -> list[int]:
@@ -306,7 +312,7 @@ class _Seen:
             self.order.append(number)
             usage.phase = "blocks"
             if number == 0:
-                self.shapes = {k: tuple(v.shape) for k, v in _named(args, kwargs) if isinstance(v, Tensor)}
+                self.shapes = {k: tuple(v.shape) for k, v in named_arguments(args, kwargs) if isinstance(v, Tensor)}
             if number in self.first_of_kind:
                 self.inputs[self.first_of_kind[number]] = BlockInputs(args=_detached(args), kwargs=_detached(kwargs))
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from autopar.errors import InputError
-from autopar.runtime.models import BatchForm
+from autopar.runtime.batches import BatchForm
 
 BYTE_VOCABULARY = 256
 
@@ -69,10 +69,7 @@ class ByteBatches:
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
         starts = torch.randint(len(self.text) - self.sequence, (self.global_batch, 1), generator=generator)
         windows = self._tokens[starts + torch.arange(self.sequence + 1)].long()
-        batch = {self.form.ids: windows[:, :-1].contiguous()}
-        if self.form.labels is not None:
-            batch[self.form.labels] = (windows[:, 1:] if self.form.shifted else windows[:, :-1]).clone()
-        return batch
+        return self.form.batch(windows)
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         step = 0

@@ -8,7 +8,8 @@ from torch import nn
 
 from autopar.plan import Plan
 from autopar.runtime.hugging_face import is_hugging_face
-from autopar.runtime.models import build_model, canonical_source
+from autopar.runtime.models import build_model
+from autopar.runtime.source import canonical_source
 from autopar.runtime.structure import fingerprint
 
 SMALL_PARAMETERS = 2_000_000
@@ -17,8 +18,8 @@ SMALL_PARAMETERS = 2_000_000
 _HEAD_WIDTH, _VOCABULARY, _SEQUENCE = 8, 96, 16
 
 
-def tiny_plan(plan: Plan) -> tuple[Plan, bool]:
-    """The same plan for a tiny replica of its model and batch, and whether the model was shrunk.
+def tiny_plan(plan: Plan) -> Plan:
+    """The same plan for a tiny replica of its model and batch, without prediction and certificate.
 
     Layers, heads, stages, schedule and strategies stay; a micro-batch keeps one sample a rank. A model that is
     not from a Hugging Face config has no widths to set, and is taken as it is.
@@ -36,9 +37,7 @@ def tiny_plan(plan: Plan) -> tuple[Plan, bool]:
         sequence=sequence,
     )
     described = replace(plan.model, source=source, fingerprint=fingerprint(model))
-    return replace(plan, model=described, request=request, predicted=None, certificate=None), (
-        source != plan.model.source
-    )
+    return replace(plan, model=described, request=request, predicted=None, certificate=None)
 
 
 def _small_widths(model: nn.Module, plan: Plan) -> dict[str, int]:

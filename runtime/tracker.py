@@ -84,7 +84,7 @@ class LiveBytes(TorchDispatchMode):
             self._count(tensor.untyped_storage())
 
     def _count(self, storage: torch.UntypedStorage) -> None:
-        key, size_bytes = storage._cdata, storage.nbytes()
+        key, size_bytes = storage_key(storage), storage.nbytes()
         known = self._storages.get(key)
         if known is None:
             reference = weakref.ref(storage, partial(self._freed, key))
@@ -112,6 +112,11 @@ def _seen_resize(storage: torch.UntypedStorage, size: int) -> Any:
         for tracker in _active:
             tracker._count(storage)
     return result
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """What all tensors of one storage have in common while it lives: its address inside torch."""
+    return int(storage._cdata)
 
 
 def tensors_of(thing: Any) -> Iterator[Tensor]:

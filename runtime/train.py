@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from autopar.errors import RunError
 from autopar.formats import from_plain
 from autopar.plan import Plan
-from autopar.runtime.launch import launch
-from autopar.runtime.models import batch_form, build_model, vocab_size
-from autopar.runtime.parallel import parallelize
+from autopar.runtime.batches import batch_form, vocab_size
+from autopar.runtime.launch import Progress, launch
+from autopar.runtime.models import build_model, import_model
+from autopar.runtime.parallel import ParallelModel, parallelize
 from autopar.runtime.text import ByteBatches, check_vocabulary, default_text, read_text
 from autopar.runtime.tracker import LiveBytes
 
@@ -54,7 +54,7 @@ def run_plan(
     save: str | None = None,
     resume: str | None = None,
     timeout_s: float = 3600.0,
-    progress: Callable[[Mapping[str, Any]], None] | None = None,
+    progress: Progress | None = None,
 ) -> Run:
     """Train `steps` AdamW steps byte by byte on a text (a file, or the topics of pydoc) under the plan.
 
@@ -62,8 +62,10 @@ def run_plan(
     after the last step; resume: one to go on from, with its optimizer and at its place in the text. Raises InputError
     for a text, model or checkpoint that do not fit, RunError when a rank fails or the loss is not finite.
     """
+    if steps < 1:
+        raise ValueError(f"steps must be >= 1, not {steps}")
     if text is not None:
-        read_text(text)
+        read_text(text)  # in the ranks it would fail only after their start
     results = launch(
         "autopar.runtime.train:train_rank",
         {"plan": plan.dumps(), "text": text, "steps": steps, "save": save, "resume": resume},
@@ -83,11 +85,11 @@ def run_plan(
 
 
 def prepare(payload: dict[str, Any]) -> None:
-    """Load, once for all ranks, what building the model imports."""
-    build_model(Plan.loads(payload["plan"]).model.source, device="meta")
+    """Load, once for all ranks, what building the model imports; `launch` calls it."""
+    import_model(Plan.loads(payload["plan"]).model.source)
 
 
-def train_rank(payload: dict[str, Any], report: Callable[[Mapping[str, Any]], None]) -> dict[str, Any]:
+def train_rank(payload: dict[str, Any], report: Progress) -> dict[str, Any]:
     """One rank's part of the run as plain data; the target of `launch`."""
     plan, steps = Plan.loads(payload["plan"]), int(payload["steps"])
     model = build_model(plan.model.source, dtype=plan.request.dtype)
@@ -108,29 +110,28 @@ def train_rank(payload: dict[str, Any], report: Callable[[Mapping[str, Any]], No
     losses, times_s, peak_bytes = [], [], 0
     for step in range(steps):
         batch = parallel.shard_batch(batches.batch(first + step))
-
-        def one_step(batch: Mapping[str, torch.Tensor] = batch) -> float:
-            optimizer.zero_grad()
-            loss = parallel.train_step(batch)
-            parallel.clip_grad_norm_(MAX_NORM)
-            optimizer.step()
-            return float(loss)
-
         dist.barrier()
         if step == TRACKED_STEP:
             optimizer.zero_grad()
             with LiveBytes().adopt(parallel, parallel.receive_buffers, optimizer, batch) as live:
-                losses.append(one_step())
+                losses.append(_one_step(parallel, optimizer, batch))
             peak_bytes = live.peak_bytes
         else:
             began = time.perf_counter()
-            losses.append(one_step())
+            losses.append(_one_step(parallel, optimizer, batch))
             # The first steps warm up: allocator, shapes of the pipeline, optimizer state.
             if step > TRACKED_STEP or steps <= TRACKED_STEP + 1:
                 times_s.append(time.perf_counter() - began)
         report({"done": step + 1, "total": steps, "loss": losses[-1]})
-    if not losses:
-        raise RunError("no step was run", why=f"steps is {steps}", fix="ask for at least one step")
     if payload.get("save") is not None:
         parallel.save(payload["save"], optimizer)
     return asdict(_RankRun(losses=tuple(losses), steps_s=tuple(times_s), peak_memory_bytes=peak_bytes))
+
+
+def _one_step(parallel: ParallelModel, optimizer: torch.optim.Optimizer, batch: Mapping[str, torch.Tensor]) -> float:
+    """The global mean loss of one optimizer step."""
+    optimizer.zero_grad()
+    loss = parallel.train_step(batch)
+    parallel.clip_grad_norm_(MAX_NORM)
+    optimizer.step()
+    return float(loss)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from autopar.formats import from_plain
 from autopar.plan import Plan
+from autopar.runtime.batches import example_batch
 from autopar.runtime.gradients import whole
-from autopar.runtime.launch import launch
+from autopar.runtime.launch import Progress, launch
 from autopar.runtime.losses import loss_of
-from autopar.runtime.models import build_model, example_batch
+from autopar.runtime.models import build_model, import_model
 from autopar.runtime.parallel import ParallelModel, parallelize
 from autopar.runtime.tiny import tiny_plan
 
@@ -33,7 +34,8 @@ class Comparison:
     """Largest relative errors over the steps against one process, and where the gradient's is.
 
     loss, gradient (2-norm of the difference over that of the gradient), weight, norm (the clipped gradient norm);
-    parameter and layer: of the largest gradient error; parameters: how many were compared.
+    parameter, layer (`embed`, its number or `head`) and strategy: of the largest gradient error; parameters: how many
+    were compared, copies on several ranks counted each; steps: how many optimizer steps.
     """
 
     loss: float
@@ -56,15 +58,15 @@ class Comparison:
         )
 
 
-def verify_plan(plan: Plan, *, progress: Callable[[Mapping[str, Any]], None] | None = None) -> Comparison:
+def verify_plan(plan: Plan, *, progress: Progress | None = None) -> Comparison:
     """How far the plan's gradients on real local ranks are from those of one process, on a tiny replica.
 
-    Starts as many processes as the plan has ranks. Cost: start-up of the ranks and a few steps of the replica.
+    Starts as many processes as the plan has ranks, each of which also runs the whole replica by itself. Raises what
+    `launch` does. Cost: start-up of the ranks and a few steps of the replica.
     """
-    small, _ = tiny_plan(plan)
     results = launch(
         "autopar.runtime.verify:verify_rank",
-        {"plan": small.dumps()},
+        {"plan": tiny_plan(plan).dumps()},
         nproc=plan.cluster.world_size,
         timeout_s=_TIMEOUT_S,
         progress=progress,
@@ -82,14 +84,14 @@ def verify_plan(plan: Plan, *, progress: Callable[[Mapping[str, Any]], None] | N
     )
 
 
-def verify_rank(payload: dict[str, Any], report: Callable[[Mapping[str, Any]], None]) -> dict[str, Any]:
+def verify_rank(payload: dict[str, Any], report: Progress) -> dict[str, Any]:
     """One rank's Comparison as plain data; the target of `launch`."""
     return asdict(compare(Plan.loads(payload["plan"]), progress=report))
 
 
 def prepare(payload: dict[str, Any]) -> None:
-    """Load, once for all ranks, what building the model imports."""
-    build_model(Plan.loads(payload["plan"]).model.source, device="meta")
+    """Load, once for all ranks, what building the model imports; `launch` calls it."""
+    import_model(Plan.loads(payload["plan"]).model.source)
 
 
 def compare(
@@ -98,12 +100,13 @@ def compare(
     steps: int = STEPS,
     tamper: Callable[[ParallelModel], None] | None = None,
     batch_of: Callable[[nn.Module, int], dict[str, Tensor]] | None = None,
-    progress: Callable[[Mapping[str, Any]], None] | None = None,
+    progress: Progress | None = None,
 ) -> Comparison:
     """This rank's largest errors over `steps` AdamW steps with clipping; to be called on every rank.
 
     Every rank also runs the whole model by itself, as the reference. Weights are perturbed (zero biases and unit
-    norms hide errors) and dropout is off. tamper: changes the wrapped model, to see the comparison fail.
+    norms hide errors) and dropout is off. tamper: changes the wrapped model, to see the comparison fail; batch_of: the
+    global batch of a step for this model, default random tokens.
     """
     reference = _perturbed(build_model(plan.model.source, dtype=plan.request.dtype)).eval()
     parallel = parallelize(_perturbed(build_model(plan.model.source, dtype=plan.request.dtype)).eval(), plan)
@@ -115,12 +118,11 @@ def compare(
     errors = {"loss": 0.0, "gradient": 0.0, "weight": 0.0, "norm": 0.0}
     place = (parallel.held[0].name, parallel.held[0].layer)
     for step in range(steps):
-        if batch_of is not None:
-            batch = batch_of(reference, step)
+        if batch_of is None:
+            samples, sequence = plan.request.global_batch, plan.request.sequence
+            batch = example_batch(reference, samples=samples, sequence=sequence, seed=step)
         else:
-            batch = example_batch(
-                reference, samples=plan.request.global_batch, sequence=plan.request.sequence, seed=step
-            )
+            batch = batch_of(reference, step)
         expected = loss_of(reference(**batch))
         assert expected is not None
         expected.backward()

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from math import prod
-from typing import Literal
 
 from torch import fx
 
 from autopar.measured import Collective, Line, TensorParallelCall
 from autopar.runtime.tensor_parallel.graph import BlockGraph, batch_leaves, is_tensor
 from autopar.runtime.tensor_parallel.rewrite import Edit
-
-Phase = Literal["forward", "backward"]
 
 _FORWARD: dict[str, Collective] = {"reduce": "all_reduce", "gather": "all_gather", "scatter": "reduce_scatter"}
 _BACKWARD: dict[str, Collective] = {

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from autopar.errors import RunError
 from autopar.runtime.tensor_parallel.execute import apply
 from autopar.runtime.tensor_parallel.layout import BlockPlan
 from autopar.runtime.tensor_parallel.skeleton import in_order, parameter_names
+from autopar.runtime.trees import tree_leaves, tree_map
 
 NOISE = 0.05
 # Gradients that are zero in exact arithmetic (biases of key projections) are compared with this part of the largest.
@@ -51,7 +51,7 @@ def check_plan(
     errors = {"the output": _error(found, _part(expected, plan, rank), 0.0)}
     floor = ABSOLUTE_FLOOR * max((float(p.grad.norm()) for p in whole.parameters() if p.grad is not None), default=0.0)
     first = True
-    pairs = zip(pytree.tree_leaves(whole_inputs), pytree.tree_leaves(local_inputs), strict=True)
+    pairs = zip(tree_leaves(whole_inputs), tree_leaves(local_inputs), strict=True)
     for i, (want, got) in enumerate(pairs):
         if isinstance(want, Tensor) and want.requires_grad:
             gradient = _gradient(want)
@@ -99,7 +99,7 @@ def _leaves(inputs: Any, part: tuple[BlockPlan, int] | None) -> Any:
         first = False
         return x.clone().requires_grad_()
 
-    return pytree.tree_map(visit, inputs)
+    return tree_map(visit, inputs)
 
 
 def _part(x: Tensor, plan: BlockPlan, rank: int) -> Tensor:
@@ -110,7 +110,7 @@ def _main_output(block: nn.Module, inputs: Any) -> Tensor:
     """The first floating-point tensor that a block returns."""
     args, kwargs = inputs
     out = block(*args, **kwargs)
-    return next(x for x in pytree.tree_leaves(out) if isinstance(x, Tensor) and x.is_floating_point())
+    return next(x for x in tree_leaves(out) if isinstance(x, Tensor) and x.is_floating_point())
 
 
 def _gradient(x: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from math import prod
 
 from torch import fx
 
+from autopar.axes import prime_factors
 from autopar.runtime.tensor_parallel.factors import Factor, find, leaves
 from autopar.runtime.tensor_parallel.graph import BlockGraph, numel, op_name
 from autopar.runtime.tensor_parallel.states import (
@@ -37,7 +38,7 @@ class Candidate:
 
     @property
     def size(self) -> int:
-        """Its number of elements."""
+        """The elements of the dimension that it is."""
         return self.leaf.size
 
 
@@ -218,14 +219,3 @@ def _fraction(factor: Factor, classes: Classes) -> float:
     if root.kind == "cat":
         return sum(find(part).size * _fraction(part, classes) for part in root.parts) / root.size
     return float(any(touches(part, classes) for part in root.parts)) and max(_fraction(p, classes) for p in root.parts)
-
-
-def prime_factors(number: int) -> tuple[int, ...]:
-    """The prime factors of a number, largest first."""
-    factors, prime = [], 2
-    while number > 1:
-        while number % prime == 0:
-            factors.append(prime)
-            number //= prime
-        prime += 1
-    return tuple(reversed(factors))

@@ -118,12 +118,24 @@ class _Scatter(torch.autograd.Function):
         return _all_gather(grad, *ctx.rest), None, None, None
 
 
-class Copy(nn.Module):
-    """Identity; the backward adds up the gradients of all ranks."""
+class _OnTeam(nn.Module):
+    """A collective of one team."""
 
     def __init__(self, team: Team) -> None:
         super().__init__()
         self.team = team
+
+
+class _OnSequence(nn.Module):
+    """A collective between the whole sequence and the parts of the ranks; `shape` is that of its result."""
+
+    def __init__(self, team: Team, shape: list[int], outer: int) -> None:
+        super().__init__()
+        self.team, self.shape, self.outer = team, shape, outer
+
+
+class Copy(_OnTeam):
+    """Identity; the backward adds up the gradients of all ranks."""
 
     def forward(self, x: Tensor) -> Tensor:
         """The same value."""
@@ -142,12 +154,8 @@ class CopySome(nn.Module):
         return _CopySome.apply(x, self.team, self.dim, self.places) if x.requires_grad else x
 
 
-class Reduce(nn.Module):
+class Reduce(_OnTeam):
     """The sum over all ranks; identity backward."""
-
-    def __init__(self, team: Team) -> None:
-        super().__init__()
-        self.team = team
 
     def forward(self, x: Tensor) -> Tensor:
         """The sum."""
@@ -166,36 +174,24 @@ class Share(nn.Module):
         return _Share.apply(x, self.ranks)
 
 
-class Gather(nn.Module):
+class Gather(_OnSequence):
     """The whole sequence from its parts; the backward is a reduce-scatter."""
-
-    def __init__(self, team: Team, shape: list[int], outer: int) -> None:
-        super().__init__()
-        self.team, self.shape, self.outer = team, shape, outer
 
     def forward(self, x: Tensor) -> Tensor:
         """The whole."""
         return _Gather.apply(x, self.team, self.shape, self.outer)
 
 
-class Scatter(nn.Module):
+class Scatter(_OnSequence):
     """This rank's part of the sequence of the sum over all ranks; the backward is an all-gather."""
-
-    def __init__(self, team: Team, shape: list[int], outer: int) -> None:
-        super().__init__()
-        self.team, self.shape, self.outer = team, shape, outer
 
     def forward(self, x: Tensor) -> Tensor:
         """The part of the sum."""
         return _Scatter.apply(x, self.team, self.shape, self.outer)
 
 
-class Slice(nn.Module):
+class Slice(_OnSequence):
     """This rank's part of a sequence that it holds whole; the backward has zeros at the other places."""
-
-    def __init__(self, team: Team, shape: list[int], outer: int) -> None:
-        super().__init__()
-        self.team, self.shape, self.outer = team, shape, outer
 
     def forward(self, x: Tensor) -> Tensor:
         """The part."""

@@ -9,9 +9,10 @@ from typing import Any
 
 from torch import nn
 
+from autopar.axes import prime_factors
 from autopar.errors import InputError
 from autopar.runtime.tensor_parallel.calls import calls_of
-from autopar.runtime.tensor_parallel.choose import Choice, prime_factors
+from autopar.runtime.tensor_parallel.choose import Choice
 from autopar.runtime.tensor_parallel.collectives import Team
 from autopar.runtime.tensor_parallel.factors import Factor
 from autopar.runtime.tensor_parallel.graph import BlockGraph, sequence_leaf
@@ -50,11 +51,6 @@ class Derivation:
         choice = self.choice
         words = [choice.describe(group) for group in choice.groups]
         return ", ".join(sorted(words)) or "no factor of its parameters can be sharded"
-
-    @property
-    def classes(self) -> tuple[tuple[int, tuple[str, ...]], ...]:
-        """Each class that can be sharded: its size and the parameters that it shards."""
-        return tuple((c.size, c.parameters) for c in self.choice.candidates)
 
     def why_no_sequence_norms(self, axis_sizes: tuple[int, ...]) -> str | None:
         """Why these axes cannot run with sequence-parallel norms, or None."""

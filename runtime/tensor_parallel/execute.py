@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
 from autopar.errors import RunError
 from autopar.runtime.tensor_parallel.collectives import Team
@@ -19,6 +18,7 @@ from autopar.runtime.tensor_parallel.derive import derivation_of, make_teams, re
 from autopar.runtime.tensor_parallel.layout import BlockPlan
 from autopar.runtime.tensor_parallel.native import make_native
 from autopar.runtime.tensor_parallel.skeleton import Key, Skeleton, in_order, parameter_names, signature
+from autopar.runtime.trees import tree_unflatten
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +38,8 @@ class LocalGraphs:
     """The local graphs of one block kind on this rank, compiled when a signature is first met.
 
     The graph is exported again for every new signature (training flag, shapes, dtypes, structure, constants), about
-    0.2 s; blocks of one kind may share one object. The plan must come out the same each time.
+    0.2 s. The plan must come out the same each time. Only blocks that differ in nothing but their weights may share
+    one object: a number that a block multiplies with (a scale that depends on its depth) is part of the graph.
     """
 
     skeleton: Skeleton
@@ -123,7 +124,7 @@ class Executor:
             *local.constants,
             *flat,
         )
-        return out[0] if local.is_tensor else pytree.tree_unflatten(list(out), local.spec)
+        return out[0] if local.is_tensor else tree_unflatten(list(out), local.spec)
 
 
 def apply(
@@ -136,8 +137,9 @@ def apply(
     """The local graphs, after replacing the block's parameters by local ones and its forward by their runner.
 
     groups: the process group of each axis, then one of all axes when there are several, ranks row major over the
-    axes; None: collectives only change shapes. `graphs` of an earlier block of the same kind and plan are shared.
-    Names, state-dict keys, requires_grad and hooks of the block stay.
+    axes; None: collectives only change shapes. graphs: those of an earlier block, as LocalGraphs says. Names,
+    state-dict keys, requires_grad and hooks of the block stay. Raises ValueError for a block that is tensor parallel
+    already, the plan of another block, or groups in which this rank stands elsewhere.
     """
     if isinstance(block.__dict__.get("forward"), Executor):
         raise ValueError("the block is tensor parallel already")

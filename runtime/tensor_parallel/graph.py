@@ -108,6 +108,11 @@ def op_name(node: fx.Node) -> str:
     )
 
 
+def is_overload(target: object) -> bool:
+    """Whether a node's target is an operator of torch, not a Python function."""
+    return isinstance(target, torch._ops.OpOverload)
+
+
 def is_tensor(value: object) -> bool:
     """Whether an argument is a node that yields one tensor."""
     return isinstance(value, fx.Node) and isinstance(value.meta.get("val"), Tensor)

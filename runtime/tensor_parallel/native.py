@@ -13,6 +13,8 @@ import torch
 from torch import fx
 from torch.nn import functional
 
+from autopar.runtime.tensor_parallel.graph import op_name
+
 aten = torch.ops.aten
 
 # Overloads that these take with the same positional arguments.
@@ -24,7 +26,7 @@ FUNCTIONS: dict[Any, Any] = {
     aten.scaled_dot_product_attention.default: functional.scaled_dot_product_attention,
     aten.layer_norm.default: torch.layer_norm,
     aten.gelu.default: functional.gelu,
-    aten.silu.default: torch._C._nn.silu,
+    aten.silu.default: functional.silu,
     aten.mean.dim: torch.mean,
     aten.pow.Tensor_Scalar: torch.pow,
     aten.rsqrt.default: torch.rsqrt,
@@ -55,7 +57,7 @@ METHODS: dict[Any, str] = {
 
 def make_native(graph: fx.Graph) -> None:
     """Replace what has an equal direct binding, in place, and drop inactive dropouts where nothing is mutated."""
-    mutates = any(str(getattr(n.target, "_opname", "")).endswith("_") for n in graph.nodes)
+    mutates = any(n.op == "call_function" and op_name(n).endswith("_") for n in graph.nodes)
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue

@@ -27,7 +27,7 @@ from autopar.runtime.tensor_parallel.collectives import (
     Team,
 )
 from autopar.runtime.tensor_parallel.factors import Dims, Factor, find, flat, leaves
-from autopar.runtime.tensor_parallel.graph import BlockGraph, names, op_name
+from autopar.runtime.tensor_parallel.graph import BlockGraph, is_overload, names, op_name
 from autopar.runtime.tensor_parallel.layout import DimLayout, ParameterLayout, dim_layout, take
 from autopar.runtime.tensor_parallel.states import Classes, Flow, State, touches
 
@@ -284,7 +284,7 @@ def _is_random(node: fx.Node) -> bool:
         return bool(node.args[1] and node.args[2])
     if name == "scaled_dot_product_attention":
         return bool(node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0))
-    return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+    return is_overload(target) and torch.Tag.nondeterministic_seeded in target.tags
 
 
 def _make_functional(node: fx.Node, copy: fx.Node) -> None:

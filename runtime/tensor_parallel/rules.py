@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from autopar.runtime.tensor_parallel.factors import Dims, Factor, find, product, segments
-from autopar.runtime.tensor_parallel.graph import BlockGraph, Cut, Shape, is_tensor, names, op_name
+from autopar.runtime.tensor_parallel.graph import BlockGraph, Cut, Shape, is_overload, is_tensor, names, op_name
 
 
 class Op:
@@ -75,11 +75,11 @@ Rule = Callable[[Op], Shape]
 RULES: dict[str, Rule] = {}
 
 
-def rule(*names: str) -> Callable[[Rule], Rule]:
+def rule(*operators: str) -> Callable[[Rule], Rule]:
     """Register a rule for operators of these names."""
 
     def register(function: Rule) -> Rule:
-        RULES.update(dict.fromkeys(names, function))
+        RULES.update(dict.fromkeys(operators, function))
         return function
 
     return register
@@ -106,7 +106,7 @@ def factors_of(op: Op) -> None:
         return
     if op.value is None:
         return
-    if isinstance(node.target, torch._ops.OpOverload):
+    if is_overload(node.target):
         apply = RULES.get(op.name)
         if apply is None and (torch.Tag.pointwise in node.target.tags or op.name in POINTWISE):
             apply = pointwise

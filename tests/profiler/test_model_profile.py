@@ -19,8 +19,9 @@ from autopar.profiler.layers import LayerBench, LayerKey
 from autopar.profiler.models import profile_model
 from autopar.profiler.rank import layer_bytes
 from autopar.profiler.trace import LayerCall, fit, trace
+from autopar.runtime.batches import example_batch
 from autopar.runtime.losses import own_loss
-from autopar.runtime.models import build_model, example_batch
+from autopar.runtime.models import build_model
 from autopar.runtime.stage import StageBody, StageModule
 from autopar.runtime.structure import probe
 from autopar.runtime.tracker import LiveBytes

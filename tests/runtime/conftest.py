@@ -82,22 +82,28 @@ class RankPool:
         self._grow(size)
         self._count += 1
         store = f"{self.folder.name}/{self._count}"
-        for rank in range(size):
-            self._workers[rank][1].send((name, payload, rank, size, store, timeout_s))
         results, failures = [], []
-        for rank in range(size):
-            _, connection = self._workers[rank]
-            if not connection.poll(timeout_s):
-                self.close()
-                raise AssertionError(
-                    f"rank {rank} of {name} did not answer in {timeout_s} s; failed so far: {failures}"
-                )
-            state, value = connection.recv()
-            results.append(value)
-            if state == "failed":
-                failures.append(f"rank {rank}: {value}")
+        try:
+            for rank in range(size):
+                self._workers[rank][1].send((name, payload, rank, size, store, timeout_s))
+            for rank in range(size):
+                state, value = self._answer(rank, timeout_s)
+                results.append(value)
+                if state == "failed":
+                    failures.append(f"rank {rank}: {value}")
+        except (EOFError, OSError) as error:
+            self.close()  # answers that still come would be taken for those of the next job
+            raise AssertionError(
+                f"a rank of {name} is gone or silent ({error!r}); failed so far: {failures}"
+            ) from None
         assert not failures, "\n".join(failures)
         return results
+
+    def _answer(self, rank: int, timeout_s: float) -> Any:
+        connection = self._workers[rank][1]
+        if not connection.poll(timeout_s):
+            raise TimeoutError(f"rank {rank} did not answer in {timeout_s} s")
+        return connection.recv()
 
     def close(self) -> None:
         for process, connection in self._workers:

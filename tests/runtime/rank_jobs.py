@@ -17,10 +17,11 @@ from autopar.axes import Axis, Layout, RankMesh
 from autopar.errors import AutoparError
 from autopar.plan import Plan, PlanCluster, PlanModel
 from autopar.request import Request
+from autopar.runtime.batches import example_batch, labels_of
 from autopar.runtime.gradients import whole
 from autopar.runtime.groups import RankGroups
-from autopar.runtime.losses import labels_of, loss_of
-from autopar.runtime.models import build_model, example_batch
+from autopar.runtime.losses import loss_of
+from autopar.runtime.models import build_model
 from autopar.runtime.parallel import ParallelModel, parallelize
 from autopar.runtime.relayout import relayout
 from autopar.runtime.structure import fingerprint

@@ -11,16 +11,9 @@ import torch
 from torch import nn
 
 from autopar.errors import InputError
-from autopar.runtime.models import (
-    BatchForm,
-    batch_form,
-    build_model,
-    canonical_source,
-    example_batch,
-    max_sequence,
-    parse_source,
-    vocab_size,
-)
+from autopar.runtime.batches import BatchForm, batch_form, example_batch, max_sequence, vocab_size
+from autopar.runtime.models import build_model
+from autopar.runtime.source import canonical_source, parse_source
 from autopar.runtime.text import ByteBatches, check_vocabulary, default_text, read_text
 
 LLAMA = (

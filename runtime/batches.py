@@ -1,0 +1,131 @@
+"""How a model takes its batch, and batches of random tokens for models whose input can be made up."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.errors import InputError
+from autopar.runtime.hugging_face import is_hugging_face
+
+_IDS_NAMES = ("input_ids", "ids", "idx", "tokens", "x", "input", "inputs")
+_LABEL_NAMES = ("labels", "targets", "target", "y")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchForm:
+    """How a language model takes its batch.
+
+    ids, labels: the names of forward's parameters (labels None: the model computes no loss itself); shifted: whether
+    the labels must already be the next tokens (Hugging Face models shift them themselves).
+    """
+
+    ids: str = "input_ids"
+    labels: str | None = "labels"
+    shifted: bool = False
+
+    def batch(self, tokens: Tensor) -> dict[str, Tensor]:
+        """The ids and labels of samples of one token more than the sequence: [samples, sequence + 1]."""
+        batch = {self.ids: tokens[:, :-1].contiguous()}
+        if self.labels is not None:
+            batch[self.labels] = (tokens[:, 1:] if self.shifted else tokens[:, :-1]).clone()
+        return batch
+
+
+def batch_form(model: nn.Module) -> BatchForm:
+    """How the model takes ids and labels: Hugging Face's way, or by the names of forward's parameters."""
+    if is_hugging_face(model):
+        return BatchForm()
+    names = list(inspect.signature(model.forward).parameters)
+    ids = next((name for name in _IDS_NAMES if name in names), names[0] if names else None)
+    if ids is None:
+        why = "its forward has no parameter"
+        raise InputError(f"{type(model).__name__} takes no batch", why=why, fix="let forward take the token ids")
+    return BatchForm(ids=ids, labels=next((n for n in _LABEL_NAMES if n in names and n != ids), None), shifted=True)
+
+
+def labels_of(batch: Mapping[str, Tensor]) -> str:
+    """The name under which a batch holds its labels; InputError when it has none."""
+    for name in _LABEL_NAMES:
+        if name in batch:
+            return name
+    raise InputError(
+        "the loss of this model cannot be averaged over ranks",
+        why=f"its batch ({', '.join(batch)}) has no `labels` or `targets`, so their number is not known",
+        fix="give autopar.parallelize(model, plan, loss=...) a function (output, batch) -> (sum, count)",
+    )
+
+
+def vocab_size(model: nn.Module) -> int | None:
+    """The number of token ids: of the config where there is one, else rows of the nn.Embedding that looks them up.
+
+    None where there is neither. With several embeddings (positions, types) one small forward tells which it is.
+    """
+    size = getattr(getattr(model, "config", None), "vocab_size", None)
+    if isinstance(size, int):
+        return size
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    if not tables:
+        return None
+    table = tables[0] if len(tables) == 1 else _looked_up(model, tables)
+    return int(table.num_embeddings)
+
+
+def _looked_up(model: nn.Module, tables: list[nn.Embedding]) -> nn.Embedding:
+    """The first table that gets the ids themselves; the first of all when the model does not run on its own."""
+    form = batch_form(model)
+    found: list[nn.Embedding] = []
+
+    def see(module: nn.Module, args: tuple[Any, ...]) -> None:
+        # The ids are all 0: positions would begin 0, 1.
+        if isinstance(module, nn.Embedding) and args and args[0].shape == (1, 2) and not bool(args[0].any()):
+            found.append(module)
+
+    handles = [table.register_forward_pre_hook(see) for table in tables]
+    was_training = model.training
+    ids = torch.zeros(1, 2, dtype=torch.long, device=tables[0].weight.device)
+    batch = {name: ids for name in (form.ids, form.labels) if name is not None}
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            model.eval()(**batch)
+    except Exception:  # it may need more inputs than these; what ran before that still counts
+        pass
+    finally:
+        model.train(was_training)
+        for handle in handles:
+            handle.remove()
+    return (found or tables)[0]
+
+
+def max_sequence(model: nn.Module) -> int | None:
+    """The longest sequence that a Hugging Face config allows; None where no config says so."""
+    length = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    return length if isinstance(length, int) else None
+
+
+def example_batch(model: nn.Module, *, samples: int, sequence: int, seed: int = 0) -> dict[str, Tensor]:
+    """A batch of random tokens that the model takes: ids and, where it takes them, labels, each [samples, sequence].
+
+    The same arguments give the same batch. Raises InputError when the model has no vocabulary (then only the user
+    knows its input) or the sequence is longer than its config allows.
+    """
+    size, longest = vocab_size(model), max_sequence(model)
+    if size is None:
+        raise InputError(
+            f"{type(model).__name__} has no vocabulary",
+            why="it has neither config.vocab_size nor an nn.Embedding, so no batch can be made up for it",
+            fix="pass a batch as example=",
+        )
+    if longest is not None and sequence > longest:
+        raise InputError(
+            f"sequence {sequence} is too long for {type(model).__name__}",
+            why=f"its max_position_embeddings is {longest}",
+            fix=f"take a sequence of at most {longest}, or set max_position_embeddings={sequence}",
+        )
+    generator = torch.Generator().manual_seed(seed)
+    return batch_form(model).batch(torch.randint(size, (samples, sequence + 1), generator=generator))
