@@ -91,6 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--ablation", action="store_true", help="refit without each effect (minutes)")
     parser.add_argument("--coefficients", action="store_true", help="print the pooled coefficients of each GPU class")
     parser.add_argument("--memory", action="store_true", help="predicted beside stated memory")
+    parser.add_argument("--worst", type=int, default=0, help="print the runs with the largest errors")
     parser.add_argument("--save", help="write the pooled coefficients as a profiles/efficiencies.json")
     options = parser.parse_args(arguments)
     cases, reasons = load(options.data)
@@ -102,6 +103,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print_table(cases, reasons, predicted, classes, bool(options.fit))
     if options.coefficients:
         print_coefficients(classes)
+    if options.worst:
+        print_worst(cases, predicted, options.worst)
     if options.save:
         Path(options.save).write_text(saved(classes), encoding="utf-8")
     if options.ablation:
@@ -223,6 +226,20 @@ def print_coefficients(classes: dict[str, Class]) -> None:
     for name, c in COEFFICIENTS.items():
         values = " ".join(f"{fitted[gpu][name]:9.4g}" for gpu in fitted)
         print(f"{name:22s} {c.start:9.4g} {c.spread:6.2f} {values}  {c.meaning}")
+
+
+def print_worst(cases: Sequence[Case], predicted: Array, count: int) -> None:
+    """The runs of measured sources whose prediction is furthest off, as predicted over measured."""
+    ratio = predicted / np.array([case.step_s for case in cases])
+    order = np.argsort(-np.abs(np.log(ratio)))
+    real = [i for i in order if cases[i].source not in COMPOSED][:count]
+    print("\nfurthest off: predicted / measured, source, GPUs, model, plan")
+    for i in real:
+        case, a = cases[i], cases[i].arch
+        print(
+            f"  {ratio[i]:5.2f} {case.source:22s} {case.ranks:5d} {case.gpu} {a.layers} x {a.hidden}, "
+            f"{case.strategy} pp{case.pp}, {case.num_micro_batches} x {case.micro_batch:g} of {case.sequence}"
+        )
 
 
 def saved(classes: dict[str, Class]) -> str:
