@@ -9,17 +9,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from autopar.cli import main
 from autopar.plan import Plan, PlanCluster, PlanModel
 from autopar.request import Request
 from autopar.strategy import Strategy
-from tests.values import golden, measured
+from tests.command_line import SEARCH, Answer, Run, refused
+from tests.values import measured
 
 ROOT = Path(__file__).parent.parent
 USAGE, INPUT, INFEASIBLE, INTERRUPTED = 2, 3, 4, 130
@@ -32,67 +31,6 @@ def autopar(arguments: Sequence[str], folder: Path) -> subprocess.CompletedProce
     return subprocess.run(
         command, cwd=folder, env=env, capture_output=True, text=True, timeout=280, stdin=subprocess.DEVNULL
     )
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A folder with model.json, cluster.json, plan.json, and files that are broken in one way each."""
-    model_file, cluster_file = measured()
-    model_file.save(tmp_path / "model.json")
-    cluster_file.save(tmp_path / "cluster.json")
-    golden()["plan.json"].save(tmp_path / "plan.json")
-    heads14, _ = measured(tp_degrees=(2,), tp_reason="heads 14, kv heads 2, width 1792")
-    heads14.save(tmp_path / "heads14.json")
-    for name in ("model", "cluster", "plan"):
-        text = (tmp_path / f"{name}.json").read_text()
-        (tmp_path / f"truncated-{name}.json").write_text(text[: len(text) // 2])
-    text = (tmp_path / "cluster.json").read_text()
-    (tmp_path / "world0.json").write_text(text.replace('"world_size": 4', '"world_size": 0'))
-    (tmp_path / "negative.json").write_text(text.replace('"memory_bytes": 1073741824', '"memory_bytes": -1'))
-    (tmp_path / "unknown.json").write_text(text.replace('"world_size"', '"wordl_size"'))
-    (tmp_path / "foreign.json").write_text('{"hidden_size": 64, "model_type": "llama"}')
-    (tmp_path / "empty.txt").write_text("")
-    return tmp_path
-
-
-@dataclass(frozen=True)
-class Answer:
-    returncode: int
-    stdout: str
-    stderr: str
-
-
-Run = Callable[[Sequence[str]], Answer]
-
-
-@pytest.fixture
-def here(folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
-    """A function that runs a command line in this process, in `folder`: quicker than `autopar`, the same words."""
-    monkeypatch.chdir(folder)
-
-    def run(arguments: Sequence[str]) -> Answer:
-        with pytest.raises(SystemExit) as end:
-            main(list(arguments))
-        out, err = capfd.readouterr()
-        return Answer(returncode=int(end.value.code or 0), stdout=out, stderr=err)
-
-    return run
-
-
-def refused(run: Run, arguments: Sequence[str], folder: Path, code: int) -> str:
-    """The error text, after checking the exit code and that nothing else was said or left behind."""
-    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    done = run(arguments)
-    error = done.stderr[done.stderr.find("error: ") :]
-    assert done.returncode == code, done.stderr
-    assert done.stdout == ""
-    assert "Traceback" not in done.stderr
-    assert (done.stderr.count("error: "), error.count("\n  why: "), error.count("\n  fix: ")) == (1, 1, 1), done.stderr
-    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
-    return error
-
-
-SEARCH = ("search", "--model", "model.json", "--cluster", "cluster.json", "-o", "out.json", "--global-batch")
 
 
 @pytest.mark.parametrize(
@@ -282,48 +220,6 @@ def test_ctrl_c_in_a_search_keeps_the_best_so_far_and_ends_with_130(tmp_path: Pa
     assert left in (["cluster.json", "model.json", "out.json"], ["cluster.json", "model.json"])
     if "out.json" in left:
         Plan.load(tmp_path / "out.json")
-
-
-def test_a_search_shows_and_writes_the_frontier_and_a_what_if(here: Run, folder: Path) -> None:
-    options = ("--pp", "1", "--micro-batches", "2", "--frontier", "front.csv", "--what-if", "links*0.5")
-    done = here((*SEARCH, "16", *options))
-    assert done.returncode == 0, done.stderr
-    for words in ("best step by memory", "front.svg", "what if links*0.5", "today's plan then"):
-        assert words in done.stdout
-    rows = (folder / "front.csv").read_text().splitlines()
-    assert rows[0].startswith("memory_bytes,step_s,")
-    assert len(rows) > 2
-    assert (folder / "front.svg").read_text().startswith("<svg")
-    assert Plan.load(folder / "out.json").pp == 1
-
-
-def test_a_verified_search_with_bans_and_limits_records_them(here: Run, folder: Path) -> None:
-    done = here((*SEARCH, "16", "--verify", "--forbid", "*: dp4", "--json"))
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found["certificate"]["verified_by"] == ["OR-Tools CP-SAT", "HiGHS"]
-    assert found["request"]["forbids"] == ["*: dp4"]
-    limited = here((*SEARCH, "16", "--max-strategies", "1", "--memory", "24MB"))
-    assert limited.returncode == 0, limited.stderr
-    assert len(set(Plan.load(folder / "out.json").strategies[1:-1])) == 1
-
-
-def test_a_time_limit_of_nothing_is_exit_5(here: Run, folder: Path) -> None:
-    assert "stopped before" in refused(here, (*SEARCH, "16", "--time-limit", "0"), folder, 5)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("--forbid", "*: fast"), "is not a strategy"),
-        (("--forbid", "all z3"), "forbids nothing"),
-        (("--what-if", "gpus*2"), "is not a change"),
-        (("--frontier", "none/f.csv"), "there is no folder none"),
-        (("--pin", "*: dp4", "--forbid", "*: dp4"), "pinned to what is forbidden"),
-    ],
-)
-def test_bad_options_of_a_search_are_exit_3(here: Run, folder: Path, arguments: tuple[str, ...], words: str) -> None:
-    assert words in refused(here, (*SEARCH, "16", *arguments), folder, INPUT)
 
 
 @pytest.fixture
