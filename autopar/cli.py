@@ -192,7 +192,7 @@ def estimate(
     tp: Annotated[int, typer.Option(min=1, help="Tensor parallel.")] = 1,
     pp: Annotated[int, typer.Option(min=1, help="Pipeline stages.")] = 1,
     zero: Annotated[int, typer.Option(min=0, max=3, help="ZeRO stage.")] = 0,
-    sequence_norms: Annotated[bool, typer.Option(help="Sequence-parallel norms beside tp.")] = False,
+    norms: Annotated[bool, typer.Option("--sequence-norms", help="Sequence-parallel norms beside tp.")] = False,
     recompute: Annotated[bool, typer.Option(help="Recompute every block in the backward.")] = False,
     micro_batches: Annotated[int, typer.Option(min=1, help="Micro-batches of a step.")] = 1,
     seq: Annotated[int, typer.Option("--seq", min=1, max=1 << 24, help="Tokens of one sample.")] = 2048,
@@ -207,14 +207,9 @@ def estimate(
     if plan is not None:
         chosen = Plan.load(plan)
     else:
+        again: Literal["full", "none"] = "full" if recompute else "none"
         degrees = Degrees(
-            dp=dp,
-            tp=tp,
-            pp=pp,
-            zero=zero,
-            sequence_norms=sequence_norms,
-            recompute="full" if recompute else "none",
-            num_micro_batches=micro_batches,
+            dp=dp, tp=tp, pp=pp, zero=zero, sequence_norms=norms, recompute=again, num_micro_batches=micro_batches
         )
         chosen = uniform(model_file, cluster_file, degrees, global_batch=global_batch)
     found = priced(chosen, model_file, cluster_file)
