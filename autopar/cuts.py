@@ -115,8 +115,9 @@ def cut_tables(
 ) -> tuple[CutTables, tuple[str, ...]]:
     """The tables of the cuts that have a legal strategy for every layer, and why the others have none.
 
-    GPipe has none where 1F1B is legal: every choice takes the same time there, in no more memory, so that its bound
-    holds for both. Raises the InputError of the most telling cut when none has a strategy, RunError when `halted`.
+    GPipe has none where 1F1B is legal: every choice takes the same time there, and the lower bound on its memory is
+    one for GPipe, which has at least as many saved sets alive, so that the bound on the objective holds for both.
+    Raises the InputError of the most telling cut when none has a strategy, RunError when `halted`.
     """
     tried: list[Cut] = []
     priced: list[Prices] = []

@@ -160,8 +160,7 @@ class Prices:
         # Where stages differ, each bound assumes what is safe for it.
         steady = (all if memory == "lower" else any)(now < count for now in live)
         if memory == "lower" and schedule == "gpipe" and 1 < pp < count:
-            # The second backward begins with all gradients and one saved set less; so bounded, gpipe needs at least
-            # what 1f1b needs, in every entry.
+            # The second backward begins with all gradients and one saved set less.
             live, steady = (count - 1,) * pp, True
         state, saved, transient = self._bounds(memory, steady)
         ends = [edge_bytes(edge, stage=stage, pp=pp, micro_batches=count) for stage in range(pp)]
