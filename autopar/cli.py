@@ -10,17 +10,20 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from time import monotonic
 from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 
 import typer
 
-from autopar.errors import AutoparError, InputError, RunError, UsageError
-from autopar.progress import progress
+from autopar.errors import AutoparError, RunError, UsageError
+from autopar.formats import check_writable
+from autopar.progress import Report, progress
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 INTERRUPTED = 130
+_ENDING_S = 3.0
 _CLICK_ERROR: type[Exception] = next(k for k in typer.BadParameter.__mro__ if k.__name__ == "ClickException")
 
 app = typer.Typer(
@@ -69,9 +72,9 @@ def profile_cluster(
     from autopar.profiler.cluster import profile_cluster as measure
     from autopar.report import cluster_table
 
-    _check_writable(output)
+    check_writable(output)
     try:
-        with progress("profile cluster") as report:
+        with _step("profile cluster") as report:
             found = measure(device=device, nproc=nproc, progress=report)
     except Interrupted as interrupt:
         if interrupt.partial is not None:
@@ -96,7 +99,7 @@ def profile_model(
     json: Json = False,
 ) -> None:
     """Measure the layers of MODEL: time, parameters, activations, and which tensor-parallel degrees they allow."""
-    _check_writable(output)
+    check_writable(output)
     overrides = _settings(set_ or ())
     from autopar.profiler.cluster import default_device, default_nproc
     from autopar.profiler.models import profile_model as measure
@@ -106,7 +109,7 @@ def profile_model(
 
     source, name = canonical_source(model, overrides), dtype_name(dtype)
     where = device or default_device()
-    with progress("profile model") as report:
+    with _step("profile model") as report:
         found = measure(
             source,
             sequence=seq,
@@ -143,13 +146,12 @@ def search(
     json: Json = False,
 ) -> None:
     """Find the fastest plan that fits. Loads no torch. Ctrl-C keeps the best one so far."""
-    from time import monotonic
 
     from autopar.search_command import Options, search_command
 
-    _check_writable(output)
+    check_writable(output)
     if frontier is not None:
-        _check_writable(frontier)
+        check_writable(frontier)
     options = Options(
         model=model,
         cluster=cluster,
@@ -169,7 +171,7 @@ def search(
         what_if=what_if,
     )
     deadline = None if time_limit is None else monotonic() + time_limit
-    with progress("search") as report, _interrupt_stops() as stopped:
+    with _step("search") as report, _interrupt_stops() as stopped:
         found = search_command(
             options,
             progress=lambda phase, done, total: report({"what": phase, "done": done, "total": total}),
@@ -233,7 +235,7 @@ def run(
     planned = Plan.load(plan)
     from autopar.runtime.train import run_plan
 
-    with progress("run") as report:
+    with _step("run") as report:
         done = run_plan(
             planned,
             text=None if text is None else str(text),
@@ -258,7 +260,7 @@ def verify(plan: PlanFile, json: Json = False) -> None:
     planned = Plan.load(plan)
     from autopar.runtime.verify import verify_plan
 
-    with progress("verify") as report:
+    with _step("verify") as report:
         found = verify_plan(planned, progress=report)
     words = comparison_words(found)
     _answer(dumps("autopar.verify", 1, {"verified": found.agrees, **asdict(found)}) if json else words)
@@ -282,7 +284,7 @@ def demo(
     from autopar.demo import run_demo
     from autopar.report import demo_parts
 
-    done = run_demo(nproc=nproc, text=text, steps=steps, folder=out, progress=progress)
+    done = run_demo(nproc=nproc, text=text, steps=steps, folder=out, progress=_step)
     _answer(done.outcome.dumps() if json else _shown(*demo_parts(done)))
 
 
@@ -333,18 +335,12 @@ def _interrupt_stops() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, before)
 
 
-def _check_writable(path: Path) -> None:
-    """Raise InputError, before any work is done, when `path` cannot become a file."""
-    if path.is_dir() or not path.resolve().parent.is_dir():
-        why = "it is a folder" if path.is_dir() else f"there is no folder {path.parent}"
-        raise InputError(f"{path} cannot be written", why=why, fix="name a file in a folder that exists")
-
-
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit: the one place that turns an error into words and an exit code."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a table must not fail on an ASCII terminal
+    signal.signal(signal.SIGINT, _leave_at_once)
     try:
         code = typer.main.get_command(app).main(args=arguments, prog_name="autopar", standalone_mode=False)
         if code == INTERRUPTED:
@@ -354,9 +350,40 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except _CLICK_ERROR as error:
         _end(_usage_error(error))
     except (KeyboardInterrupt, typer.Abort):
+        # What was started is ended by now; a second Ctrl-C must not change that to a death by signal.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         print("interrupted: files already written are kept", file=sys.stderr)
         sys.exit(INTERRUPTED)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _leave_at_once(number: int, frame: object) -> None:
+    os.write(2, b"interrupted: nothing was begun\n")
+    os._exit(INTERRUPTED)
+
+
+class _Interrupt:
+    """The handler of Ctrl-C during work: KeyboardInterrupt, but not again while what it started is being ended."""
+
+    def __init__(self) -> None:
+        self._last_s = -_ENDING_S
+
+    def __call__(self, number: int, frame: object) -> None:
+        if monotonic() - self._last_s >= _ENDING_S:
+            self._last_s = monotonic()
+            raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def _step(name: str) -> Iterator[Report]:
+    """The progress of a long step; from here on Ctrl-C unwinds, before it everything is imports and ends at once.
+
+    A KeyboardInterrupt that comes while a module is imported may be swallowed there.
+    """
+    if signal.getsignal(signal.SIGINT) is _leave_at_once:
+        signal.signal(signal.SIGINT, _Interrupt())
+    with progress(name) as report:
+        yield report
 
 
 def _end(error: AutoparError) -> NoReturn:

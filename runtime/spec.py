@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from autopar.axes import prime_factors
+from autopar.errors import InputError
 from autopar.model import LayerKind, ModelSpec
 from autopar.runtime.structure import Probe, fingerprint, parameters_of
 
@@ -44,12 +45,16 @@ def describe(
         first = structure.kinds.index(number)
         block = model.get_submodule(structure.block_path(first))
         inputs = found.inputs[number]
-        derivation = None
+        derivation, reason = None, "not derived"
         if max_tp > 1:
             # torch.export takes a second to load and is needed under tensor parallelism only.
             from autopar.runtime.tensor_parallel import derive
 
-            derivation = derivations[number] = derive(block, inputs.args, inputs.kwargs)
+            try:
+                derivation = derivations[number] = derive(block, inputs.args, inputs.kwargs)
+            except InputError as error:
+                # Such a block still runs data parallel.
+                reason = error.why
         kinds.append(
             LayerKind(
                 name=kind_name(number, count),
@@ -57,7 +62,7 @@ def describe(
                 class_name=type(block).__name__,
                 parameters=parameters_of(dict(block.named_parameters(remove_duplicate=False))),
                 tp_degrees=derivation.degrees(max_tp) if derivation else (),
-                tp_reason=derivation.reason if derivation else "not derived",
+                tp_reason=derivation.reason if derivation else reason,
                 sequence_norms=_sequence_norms(derivation, max_tp),
             )
         )

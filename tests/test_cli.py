@@ -222,6 +222,21 @@ def test_ctrl_c_in_a_search_keeps_the_best_so_far_and_ends_with_130(tmp_path: Pa
         Plan.load(tmp_path / "out.json")
 
 
+@pytest.mark.parametrize("after_s", [0.6, 1.2])
+def test_two_quick_ctrl_c_before_the_work_begins_end_with_130(after_s: float, tiny: Path) -> None:
+    """While torch is imported an interrupt may be swallowed; the command must end all the same."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "autopar", "run", "plan.json", "--steps", "1000"]
+    with subprocess.Popen(command, cwd=tiny, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        time.sleep(after_s)
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=60)
+    assert process.returncode == INTERRUPTED, stderr
+    assert b"Traceback" not in stderr
+
+
 @pytest.fixture
 def tiny(tmp_path: Path) -> Path:
     """A folder with plan.json for the model of examples/gpt.py on two ranks, written by hand."""
