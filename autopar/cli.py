@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import ast
-import contextlib
 import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
@@ -17,13 +16,11 @@ import typer
 
 from autopar.errors import AutoparError, RunError, UsageError
 from autopar.formats import check_writable
-from autopar.progress import Report, progress
+from autopar.interrupts import INTERRUPTED, interrupt_stops, leave_at_once, step
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-INTERRUPTED = 130
-_ENDING_S = 3.0
 _CLICK_ERROR: type[Exception] = next(k for k in typer.BadParameter.__mro__ if k.__name__ == "ClickException")
 
 app = typer.Typer(
@@ -74,7 +71,7 @@ def profile_cluster(
 
     check_writable(output)
     try:
-        with _step("profile cluster") as report:
+        with step("profile cluster") as report:
             found = measure(device=device, nproc=nproc, progress=report)
     except Interrupted as interrupt:
         if interrupt.partial is not None:
@@ -109,7 +106,7 @@ def profile_model(
 
     source, name = canonical_source(model, overrides), dtype_name(dtype)
     where = device or default_device()
-    with _step("profile model") as report:
+    with step("profile model") as report:
         found = measure(
             source,
             sequence=seq,
@@ -171,7 +168,7 @@ def search(
         what_if=what_if,
     )
     deadline = None if time_limit is None else monotonic() + time_limit
-    with _step("search") as report, _interrupt_stops() as stopped:
+    with step("search") as report, interrupt_stops() as stopped:
         found = search_command(
             options,
             progress=lambda phase, done, total: report({"what": phase, "done": done, "total": total}),
@@ -235,7 +232,7 @@ def run(
     planned = Plan.load(plan)
     from autopar.runtime.train import run_plan
 
-    with _step("run") as report:
+    with step("run") as report:
         done = run_plan(
             planned,
             text=None if text is None else str(text),
@@ -260,7 +257,7 @@ def verify(plan: PlanFile, json: Json = False) -> None:
     planned = Plan.load(plan)
     from autopar.runtime.verify import verify_plan
 
-    with _step("verify") as report:
+    with step("verify") as report:
         found = verify_plan(planned, progress=report)
     words = comparison_words(found)
     _answer(dumps("autopar.verify", 1, {"verified": found.agrees, **asdict(found)}) if json else words)
@@ -284,7 +281,7 @@ def demo(
     from autopar.demo import run_demo
     from autopar.report import demo_parts
 
-    done = run_demo(nproc=nproc, text=text, steps=steps, folder=out, progress=_step)
+    done = run_demo(nproc=nproc, text=text, steps=steps, folder=out, progress=step)
     _answer(done.outcome.dumps() if json else _shown(*demo_parts(done)))
 
 
@@ -318,29 +315,12 @@ def _settings(texts: Sequence[str]) -> dict[str, object]:
     return found
 
 
-@contextlib.contextmanager
-def _interrupt_stops() -> Iterator[Callable[[], bool]]:
-    """A function that turns true at the first Ctrl-C, while inside; a second one interrupts as usual."""
-    asked = False
-
-    def ask(number: int, frame: object) -> None:
-        nonlocal asked
-        asked = True
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    before = signal.signal(signal.SIGINT, ask)
-    try:
-        yield lambda: asked
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit: the one place that turns an error into words and an exit code."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a table must not fail on an ASCII terminal
-    signal.signal(signal.SIGINT, _leave_at_once)
+    signal.signal(signal.SIGINT, leave_at_once)
     try:
         code = typer.main.get_command(app).main(args=arguments, prog_name="autopar", standalone_mode=False)
         if code == INTERRUPTED:
@@ -355,35 +335,6 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         print("interrupted: files already written are kept", file=sys.stderr)
         sys.exit(INTERRUPTED)
     sys.exit(code if isinstance(code, int) else 0)
-
-
-def _leave_at_once(number: int, frame: object) -> None:
-    os.write(2, b"interrupted: nothing was begun\n")
-    os._exit(INTERRUPTED)
-
-
-class _Interrupt:
-    """The handler of Ctrl-C during work: KeyboardInterrupt, but not again while what it started is being ended."""
-
-    def __init__(self) -> None:
-        self._last_s = -_ENDING_S
-
-    def __call__(self, number: int, frame: object) -> None:
-        if monotonic() - self._last_s >= _ENDING_S:
-            self._last_s = monotonic()
-            raise KeyboardInterrupt
-
-
-@contextlib.contextmanager
-def _step(name: str) -> Iterator[Report]:
-    """The progress of a long step; from here on Ctrl-C unwinds, before it everything is imports and ends at once.
-
-    A KeyboardInterrupt that comes while a module is imported may be swallowed there.
-    """
-    if signal.getsignal(signal.SIGINT) is _leave_at_once:
-        signal.signal(signal.SIGINT, _Interrupt())
-    with progress(name) as report:
-        yield report
 
 
 def _end(error: AutoparError) -> NoReturn:
