@@ -325,6 +325,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         code = typer.main.get_command(app).main(args=arguments, prog_name="autopar", standalone_mode=False)
         if code == INTERRUPTED:
             raise KeyboardInterrupt
+        # All is done: a late Ctrl-C must not turn it into a death by signal.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     except AutoparError as error:
         _end(error)
     except _CLICK_ERROR as error:

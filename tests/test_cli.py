@@ -203,7 +203,7 @@ def test_a_bug_keeps_its_traceback(folder: Path) -> None:
 
 
 def test_ctrl_c_in_a_search_keeps_the_best_so_far_and_ends_with_130(tmp_path: Path) -> None:
-    model_file, cluster_file = measured(blocks=32, world_size=16, tp_degrees=(2, 4, 8))
+    model_file, cluster_file = measured(blocks=96, world_size=64, tp_degrees=(2, 4, 8))
     model_file.save(tmp_path / "model.json")
     cluster_file.save(tmp_path / "cluster.json")
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -211,7 +211,7 @@ def test_ctrl_c_in_a_search_keeps_the_best_so_far_and_ends_with_130(tmp_path: Pa
     with subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stderr is not None
         assert process.stderr.readline() == b"search ...\n"
-        time.sleep(0.7)
+        time.sleep(0.4)
         process.send_signal(signal.SIGINT)
         _, stderr = process.communicate(timeout=60)
     assert process.returncode == INTERRUPTED, stderr
