@@ -69,10 +69,11 @@ junk = st.one_of(
     st.integers(-(10**30), 10**30),
     st.floats(),
     st.text(max_size=5),
-    st.just([]),
-    st.just({}),
-    st.just([1]),
-    st.just({"a": 1}),
+    # Made anew for each example: a later mutation may go into them.
+    st.builds(list),
+    st.builds(dict),
+    st.builds(lambda: [1]),
+    st.builds(lambda: {"a": 1}),
 )
 
 
