@@ -15,9 +15,8 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +24,7 @@ from typing import Any, Literal
 from autopar import errors
 from autopar.errors import AutoparError, RunError, UsageError
 from autopar.formats import from_plain
+from autopar.runtime.signals import signals_wait, sigterm_unwinds
 
 Progress = Callable[[dict[str, Any]], None]
 Device = Literal["cpu", "cuda"]
@@ -119,7 +119,7 @@ def launch(
         raise ValueError(f"timeout_s must be positive and finite, not {timeout_s}")
     if inside_torchrun():
         return _run_here(target, payload, nproc, device, progress, threads_per_rank)
-    with _sigterm_unwinds():
+    with sigterm_unwinds():
         folder = tempfile.mkdtemp(prefix="autopar-")
         agent: subprocess.Popen[bytes] | None = None
         try:
@@ -133,12 +133,12 @@ def launch(
                 folder=folder,
             )
             job_path(folder).write_text(json.dumps(asdict(job)), encoding="utf-8")
-            with _signals_wait():
+            with signals_wait():
                 agent = _start_agent(job)
             _watch(job, agent, _Events(job, progress))
             return _collect(job)
         finally:
-            with _signals_wait():
+            with signals_wait():
                 if agent is not None:
                     _end(agent)
                 shutil.rmtree(folder, ignore_errors=True)
@@ -334,40 +334,6 @@ def _signal(group: int, number: int) -> bool:
     except (ProcessLookupError, PermissionError):  # macOS says EPERM of a group of zombies
         return False
     return True
-
-
-class _Terminated(BaseException):
-    """SIGTERM came: unwinds as KeyboardInterrupt does."""
-
-
-@contextlib.contextmanager
-def _sigterm_unwinds() -> Iterator[None]:
-    """While inside, SIGTERM unwinds the stack and only then ends the process, as it would have by default."""
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
-        yield
-        return
-
-    def raise_terminated(number: int, frame: object) -> None:
-        raise _Terminated
-
-    signal.signal(signal.SIGTERM, raise_terminated)
-    try:
-        yield
-    except _Terminated:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGTERM)
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-@contextlib.contextmanager
-def _signals_wait() -> Iterator[None]:
-    """While inside, SIGINT and SIGTERM wait: a second Ctrl-C must not leave processes behind."""
-    kept = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, kept)
 
 
 def _run_here(

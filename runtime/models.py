@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import importlib.util
 import os
 import re
 import sys
@@ -17,6 +16,7 @@ from torch import nn
 
 from autopar.errors import InputError
 from autopar.runtime.hugging_face import build_hugging_face, is_config_path
+from autopar.runtime.loading import load_file
 from autopar.runtime.source import FORMS, parse_source
 from autopar.units import dtype_name
 
@@ -64,7 +64,7 @@ def _no_model(base: str) -> InputError:
 
 def _call(base: str, overrides: dict[str, Any]) -> nn.Module:
     home, _, name = base.rpartition(":")
-    module = _load_file(Path(home)) if home.endswith(".py") or "/" in home else _load_module(home)
+    module = _load(home)
     function = getattr(module, name, None)
     if not callable(function):
         names = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
@@ -86,34 +86,18 @@ def _call(base: str, overrides: dict[str, Any]) -> nn.Module:
     return model
 
 
-def _load_file(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise InputError(f"{path} does not exist", why="no such file", fix="check the path")
-    name = f"autopar_model_{re.sub(r'[^0-9A-Za-z]', '_', str(path.resolve()))}"
-    if name in sys.modules:
-        return sys.modules[name]
-    if str(path.resolve().parent) not in sys.path:  # as `python path/to/file.py` would have it
-        sys.path.append(str(path.resolve().parent))
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise InputError(f"{path} is not a Python file", why="its name does not end in .py", fix="name a .py file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
+def _load(home: str) -> ModuleType:
+    """The module of a file or of a dotted name; InputError when it cannot be imported."""
     try:
-        spec.loader.exec_module(module)
+        if home.endswith(".py") or "/" in home:
+            return load_file(Path(home))
+        if os.getcwd() not in sys.path and "" not in sys.path:  # a console script does not have it
+            sys.path.append(os.getcwd())
+        return importlib.import_module(home)
+    except InputError:
+        raise
     except (Exception, SystemExit) as error:
-        del sys.modules[name]
-        raise _not_importable(str(path), error) from error
-    return module
-
-
-def _load_module(name: str) -> ModuleType:
-    if os.getcwd() not in sys.path and "" not in sys.path:  # a console script does not have it
-        sys.path.append(os.getcwd())
-    try:
-        return importlib.import_module(name)
-    except (Exception, SystemExit) as error:
-        raise _not_importable(name, error) from error
+        raise _not_importable(home, error) from error
 
 
 def _not_importable(name: str, error: BaseException) -> InputError:

@@ -171,6 +171,7 @@ class ParallelModel(nn.Module):
         return output if mean is None else _with_loss(output, mean, self._global_mean(output, batch))
 
     def _global_mean(self, output: Any, batch: Mapping[str, Tensor]) -> Tensor:
+        """The global mean as value, this rank's share of it as gradient: summed over ranks, that is the whole one."""
         total, count = self.stage.loss(output, batch)
         sums = torch.stack([total.detach().double().cpu(), count.double().cpu()])
         dist.all_reduce(sums, group=self._groups.along(self.plan.mesh.names))
@@ -239,6 +240,7 @@ class ParallelModel(nn.Module):
         return (samples, tokens, *rest)
 
     def _finish(self) -> Tensor:
+        """Reduce, check and scale the gradients after the last backward; the global mean loss."""
         if self._steps == 0:
             check_gradients_present(self.held, self._groups.along(self.plan.mesh.names))
         reduce_gradients(self.held)
@@ -294,6 +296,7 @@ class ParallelModel(nn.Module):
 
 
 def _with_loss(output: Any, mean: Tensor, loss: Tensor) -> Any:
+    """What the model returned, with `loss` in the place of its `mean`."""
     if output is mean:
         return loss
     if isinstance(output, tuple | list) and not hasattr(output, "_fields"):

@@ -21,23 +21,31 @@ _HEAD_WIDTH, _VOCABULARY, _SEQUENCE = 8, 96, 16
 def tiny_plan(plan: Plan) -> Plan:
     """The same plan for a tiny replica of its model and batch, without prediction and certificate.
 
-    Layers, heads, stages, schedule and strategies stay; a micro-batch keeps one sample a rank. A model that is
-    not from a Hugging Face config has no widths to set, and is taken as it is.
+    Layers, heads, stages, schedule and strategies stay; a micro-batch keeps one sample a rank. It runs on CPU, which
+    is always there, in float32, whose rounding is smaller than any error of a plan. A model that is not from a Hugging
+    Face config has no widths to set, and is taken as it is.
     """
-    model = build_model(plan.model.source, dtype=plan.request.dtype, device="meta")
+    model = build_model(plan.model.source, device="meta")
     source = plan.model.source
     if is_hugging_face(model) and sum(p.numel() for p in model.parameters()) > SMALL_PARAMETERS:
         source = canonical_source(source, _small_widths(model, plan))
-        model = build_model(source, dtype=plan.request.dtype, device="meta")
+        model = build_model(source, device="meta")
     tp = max(strategy.tp for strategy in plan.strategies)
     sequence = min(plan.request.sequence, max(1, _SEQUENCE // tp) * tp)
     request = replace(
         plan.request,
         global_batch=plan.num_micro_batches * plan.mesh.ranks_per_stage,
         sequence=sequence,
+        dtype="float32",
     )
-    described = replace(plan.model, source=source, fingerprint=fingerprint(model))
-    return replace(plan, model=described, request=request, predicted=None, certificate=None)
+    return replace(
+        plan,
+        model=replace(plan.model, source=source, fingerprint=fingerprint(model)),
+        cluster=replace(plan.cluster, device="cpu"),
+        request=request,
+        predicted=None,
+        certificate=None,
+    )
 
 
 def _small_widths(model: nn.Module, plan: Plan) -> dict[str, int]:

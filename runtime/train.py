@@ -60,7 +60,8 @@ def run_plan(
 
     Starts the plan's ranks as local processes, or runs as one of them inside torchrun. save: a folder for a checkpoint
     after the last step; resume: one to go on from, with its optimizer and at its place in the text. Raises InputError
-    for a text, model or checkpoint that do not fit, RunError when a rank fails or the loss is not finite.
+    for a text, model or checkpoint that do not fit, RunError when a rank fails or the loss is not finite, ValueError
+    for less than one step.
     """
     if steps < 1:
         raise ValueError(f"steps must be >= 1, not {steps}")

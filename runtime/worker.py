@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import importlib
-import importlib.util
 import json
 import logging
 import os
@@ -38,6 +37,7 @@ from autopar.runtime.launch import (
     result_path,
     stack_path,
 )
+from autopar.runtime.loading import load_file
 
 Target = Callable[[dict[str, Any], Progress], Any]
 
@@ -174,34 +174,13 @@ def process_group(device: Device, threads: int, timeout_s: float) -> Iterator[No
 def load_target(target: str) -> Target:
     """The function that "package.module:function" or "path/to/file.py:function" names; InputError otherwise."""
     where, _, name = target.rpartition(":")
-    module = _load_file(where) if where.endswith(".py") else importlib.import_module(where)
+    module = load_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
     function = getattr(module, name, None)
     if not callable(function):
         raise InputError(
             f"{target!r} names no function", why=f"{where} has no function {name!r}", fix="check the name"
         )
     return function  # type: ignore[no-any-return]
-
-
-def _load_file(where: str) -> Any:
-    path = Path(where).resolve()
-    name = f"_autopar_target_{path.stem}"
-    found = sys.modules.get(name)
-    if found is not None and found.__file__ == str(path):
-        return found
-    if not path.is_file():
-        raise InputError(f"{where} does not exist", why="no such file", fix="check the path")
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise InputError(f"{where} cannot be loaded", why="it is not Python source", fix="check the path")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
 
 
 def run_in_this_process(

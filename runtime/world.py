@@ -31,7 +31,7 @@ def join_world(plan: Plan) -> None:
 
 
 def equalise(model: nn.Module) -> None:
-    """Give every rank rank 0's weights and buffers unless all are equal already."""
+    """Give every rank rank 0's weights and buffers unless all are equal already, as the sum of each tensor says."""
     tensors = [*model.parameters(), *model.buffers()]
     marks = torch.stack([t.detach().double().sum().cpu() for t in tensors if t.numel()])
     lowest, highest = marks.clone(), marks.clone()
