@@ -28,6 +28,10 @@ INFEASIBLE = int(np.iinfo(np.int64).max)
 Int = NDArray[np.int64]
 
 
+class OutOfRange(ValueError):  # noqa: N818  (what is wrong with a table, not an error by its name)
+    """Totals of a table may leave the range in which a solver is exact."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CostTables:
     """int64 nanoseconds and bytes of every layer under every strategy, read-only.

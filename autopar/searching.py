@@ -21,7 +21,7 @@ from autopar.measured import ClusterFile, ModelFile
 from autopar.plan import Certificate, Plan, PlanCluster, PlanModel
 from autopar.polish import ASKED, Columns, Cuts, polish
 from autopar.predict import Units, predict, stage_memory
-from autopar.price import INFEASIBLE, CostTables, score
+from autopar.price import INFEASIBLE, CostTables, OutOfRange, score
 from autopar.request import Request, Schedule
 from autopar.solvers.lean import leanest_of
 from autopar.solvers.pipeline import TableChoice, solve_pipeline, solve_table
@@ -98,7 +98,14 @@ def search_files(
         model_file, cluster_file, request, legal, lambda done, total: tell("tables", done, total), halted
     )
     pool = _Pool(model_file=model_file, cluster_file=cluster_file, request=request, made=made)
-    bound_ns = _propose(pool, tell, deadline, stop)
+    try:
+        bound_ns = _propose(pool, tell, deadline, stop)
+    except OutOfRange:
+        raise InputError(
+            f"a global batch of {request.global_batch} is too large to plan for",
+            why="a step may take more than 2^50 ns (13 days) or 2^50 bytes by the profile",
+            fix="give a smaller global batch, or check the profiles for absurd numbers",
+        ) from None
     if bound_ns < INFEASIBLE:
         _polish(pool, bound_ns, tell, halted)
         _add_twins(pool)

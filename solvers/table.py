@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from autopar.price import INFEASIBLE, Choice, CostTables
+from autopar.price import INFEASIBLE, Choice, CostTables, OutOfRange
 from autopar.solvers.canonical import canonical
 from autopar.solvers.partition import best_cuts, least_max, least_sums
 from autopar.solvers.segment import FORBIDDEN, LARGEST_TOTAL_NS, Engine, is_compiled
@@ -83,13 +83,13 @@ def check(tables: CostTables) -> None:
     largest = float(time.max(axis=1).sum()) + units * sum(float(part.max(initial=0)) for part in rest)
     largest += tables.stages * tables.p2p_ns
     if largest * (tables.stages + tables.micro_batches) >= 2**59 or largest >= LARGEST_TOTAL_NS:
-        raise ValueError("a table whose totals may leave the exact range of the solver: use a coarser unit of time")
+        raise OutOfRange("a table whose totals may leave the exact range of the solver: use a coarser unit of time")
     state, saved, peak = (
         np.where(part == INFEASIBLE, 0, part).astype(float)
         for part in (tables.state_bytes, tables.saved_bytes, tables.transient_bytes)
     )
     if (state + max(tables.in_flight) * saved + peak).max(axis=1).sum() >= LARGEST_TOTAL_NS:
-        raise ValueError("a table whose memory may reach 2^50 bytes")
+        raise OutOfRange("a table whose memory may reach 2^50 bytes")
 
 
 def search_table(

@@ -257,3 +257,8 @@ def test_searching_loads_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_batch_beyond_the_exact_range_is_refused_in_words() -> None:
+    with pytest.raises(InputError, match="a global batch of 1073741824 is too large to plan for"):
+        _search(global_batch=1 << 30)
