@@ -19,6 +19,7 @@ from autopar.runtime.trees import tree_leaves, tree_map
 NOISE = 0.05
 # Gradients that are zero in exact arithmetic (biases of key projections) are compared with this part of the largest.
 ABSOLUTE_FLOOR = 1e-4
+_HALF = (torch.bfloat16, torch.float16)
 
 
 def check_plan(
@@ -33,8 +34,9 @@ def check_plan(
     """The largest relative error of output, input gradients and parameter gradients against the unsharded block.
 
     block: whole, the same weights on every rank, and not changed; its copies get noise, because zero biases and unit
-    norms hide errors. args, kwargs: whole inputs, the same on every rank. Raises RunError, on all ranks alike, with
-    the first wrong tensor. Gradients and not only the output: without a gradient all-reduce the output is exact.
+    norms hide errors, and run in float32 at least, because rounding in half precision is larger than many errors of a
+    plan. args, kwargs: whole inputs, the same on every rank. Raises RunError, on all ranks alike, with the first wrong
+    tensor. Gradients and not only the output: without a gradient all-reduce the output is exact.
     """
     whole, kwargs = _noisy(block), in_order(parameter_names(block), kwargs)
     local = copy.deepcopy(whole)
@@ -75,12 +77,19 @@ def check_plan(
 def _noisy(block: nn.Module) -> nn.Module:
     """A copy of a block without dropout, with noise on every parameter, the same on every rank."""
     noisy = copy.deepcopy(block).eval()
+    if any(p.dtype in _HALF for p in noisy.parameters()):
+        noisy = noisy.float()
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for p in noisy.parameters():
             p.add_(torch.randn(p.shape, generator=generator).to(p) * NOISE)
             p.grad = None
     return noisy
+
+
+def _precise(x: Tensor) -> Tensor:
+    """The tensor in float32 if it was in half precision."""
+    return x.float() if x.dtype in _HALF else x
 
 
 def _leaves(inputs: Any, part: tuple[BlockPlan, int] | None) -> Any:
@@ -91,7 +100,7 @@ def _leaves(inputs: Any, part: tuple[BlockPlan, int] | None) -> Any:
         nonlocal first
         if not isinstance(x, Tensor):
             return x
-        x = x.detach()
+        x = _precise(x.detach())
         if not x.is_floating_point() or x.dim() < 3:
             return x
         if first and part is not None:

@@ -85,6 +85,10 @@ def test_check_plan_catches_more_planted_faults(slow, kind, named):
     check_fault(slow, kind, named)
 
 
+def test_check_plan_sees_no_fault_in_the_rounding_of_half_precision(quick):
+    assert of(quick, "fault half") == ["no error"] * 4
+
+
 @pytest.mark.slow
 def test_check_plan_accepts_a_right_plan(slow):
     assert of(slow, "fault none") == ["no error"] * 4

@@ -140,8 +140,10 @@ class Contiguous(BlockPlan):
 
 
 def fault(ranks, kind):
-    """What check_plan says of a plan with a planted fault."""
+    """What check_plan says of a plan with a planted fault ("half": of a right one, in half precision)."""
     block, args, kwargs = blocks.make("nano")
+    if kind == "half":
+        block, args = block.bfloat16(), tuple(x.bfloat16() for x in args)
     plan = derive(block, args, kwargs).plan((2,), sequence_norms=kind.endswith("s"))
     identity = lambda self, x: x  # noqa: E731
     changed = {
@@ -205,6 +207,7 @@ def quick(ranks):
     yield "fsdp recompute", lambda: with_fsdp(ranks, True)
     yield "fault copy", lambda: fault(ranks, "copy")
     yield "fault contiguous", lambda: fault(ranks, "contiguous")
+    yield "fault half", lambda: fault(ranks, "half")
 
 
 def slow(ranks):
