@@ -155,13 +155,13 @@ class _Pool:
                 self.cluster_file.links,
             )
             plan = replace(plan, predicted=predicted)
-            self.found[key] = Finalist(plan=plan, fits=_peak(plan) <= self.budget_bytes)
+            fits = _peak(plan) <= self.budget_bytes and self._few_enough(key[2])
+            self.found[key] = Finalist(plan=plan, fits=fits)
         return self.found[key]
 
     def fits(self, table: int, layers_per_stage: Cuts, strategies: Columns) -> bool:
         """Whether the memory walk of every stage stays within the budget; each stage is walked once."""
-        most = self.request.max_strategies
-        if most is not None and len(set(strategies[1:-1])) > most:
+        if not self._few_enough(strategies):
             return False
         if not score(self.made.lower[table], layers_per_stage, strategies).fits:
             return False
@@ -177,6 +177,11 @@ class _Pool:
                 return False
             first += count
         return True
+
+    def _few_enough(self, strategies: Columns) -> bool:
+        """Whether the blocks take no more strategies than were asked for."""
+        most = self.request.max_strategies
+        return most is None or len(set(strategies[1:-1])) <= most
 
     def best_ns(self) -> int:
         """The least objective of the candidates that fit, INFEASIBLE without one."""

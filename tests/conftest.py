@@ -1,7 +1,8 @@
-"""Fixtures of the tests of the command line."""
+"""Fixtures of the tests of the command line, and one thread a process: several ranks share few cores."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import pytest
 from autopar.cli import main
 from tests.command_line import Answer, Run
 from tests.values import golden, measured
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture
