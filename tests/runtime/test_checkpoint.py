@@ -26,7 +26,7 @@ PLANS: dict[str, tuple[int, list[str], dict[str, Any]]] = {
     "eight ranks": (8, ["dp4-z2", "dp2-tp2", "dp4-z3", "tp4", "dp2-z3-tp2s", "dp4-z2"],
                     {"pp": 2, "layers_per_stage": [2, 4], "micro_batches": 2}),
 }  # fmt: skip
-SAMPLED = [("sharded", "stages"), ("stages", "tensor parallel"), ("tensor parallel", "one rank")]
+SAMPLED = [("stages", "tensor parallel")]
 
 
 def roundtrip(writer: str, reader: str, ranks: Ranks, folder: Path) -> None:

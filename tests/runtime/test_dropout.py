@@ -9,8 +9,10 @@ import pytest
 
 Ranks = Callable[..., list[Any]]
 
+OTHERS = ("dp2-z3-tp2", "dp2-tp2s")
 
-@pytest.mark.parametrize("strategy", ["dp2-tp2", "dp2-z3-tp2", "dp2-tp2s"])
+
+@pytest.mark.parametrize("strategy", ["dp2-tp2", *(pytest.param(s, marks=pytest.mark.slow) for s in OTHERS)])
 def test_residual_masks_follow_the_samples(strategy: str, ranks: Ranks) -> None:
     plain = ranks("dropout", 4, strategy=strategy)
     hidden = plain[0]["hidden"]
@@ -25,7 +27,9 @@ def test_residual_masks_follow_the_samples(strategy: str, ranks: Ranks) -> None:
     assert again[0]["gradient"] == plain[0]["gradient"]
 
 
-@pytest.mark.parametrize("strategy", ["dp4", "dp2-tp2", "dp2-tp2s"])
+@pytest.mark.parametrize(
+    "strategy", ["dp2-tp2s", *(pytest.param(s, marks=pytest.mark.slow) for s in ("dp4", "dp2-tp2"))]
+)
 def test_recompute_draws_the_same_masks(strategy: str, ranks: Ranks) -> None:
     plain = ranks("dropout", 4, strategy=strategy)[0]
     recomputed = ranks("dropout", 4, strategy=f"{strategy}-r")[0]

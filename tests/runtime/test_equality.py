@@ -89,7 +89,10 @@ def check(results: list[dict[str, Any]]) -> None:
         assert found["agrees"], found
 
 
-@pytest.mark.parametrize("name", PLANS)
+SLOW = ("everything but pipelines", "tied in one stage", "shards of half, repeated")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in PLANS])
 def test_mixed_plan_equals_one_process(name: str, ranks: Ranks) -> None:
     source, strategies, size, shape = PLANS[name]
     check(ranks("compare_with_one_process", size, source=source, strategies=strategies, masked=True, **shape))
