@@ -79,6 +79,10 @@ class RankPool:
 
     def run(self, name: str, size: int, timeout_s: float = 240, **payload: Any) -> list[Any]:
         """Results of `rank_jobs.<name>(**payload)` on each of `size` ranks; AssertionError with their tracebacks."""
+        # A new world in an old process meets what torch remembers of meshes with the same ranks: start afresh. Jobs of
+        # one size share their processes, as long as no other size comes between.
+        if len(self._workers) != size:
+            self.close()
         self._grow(size)
         self._count += 1
         store = f"{self.folder.name}/{self._count}"
