@@ -97,7 +97,7 @@ def cleaned(curve: LinkCurve) -> Knots:
         falling = _isotonic([x - t for x, t in zip(sizes, times, strict=True)])
         times = [x - f for x, f in zip(sizes, falling, strict=True)]
     for i in range(1, len(times)):
-        times[i] = min(max(times[i], times[i - 1]), times[i - 1] + sizes[i] - sizes[i - 1])
+        times[i] = min(max(times[i], times[i - 1]), times[i - 1] + (sizes[i] - sizes[i - 1]))
     return tuple(zip(sizes, times, strict=True))
 
 
