@@ -11,6 +11,8 @@ class ClusterSpec:
     """`world_size` equal ranks, `ranks_per_node` on each node.
 
     device: "cpu" or "cuda"; device_name: the maker's name; memory_bytes: what one rank may use in all.
+    compute_speedup: entry k-1 is the speed of a rank while k ranks of its node compute, relative to all at once
+    (processes that share the cores of a machine); empty where ranks do not slow each other.
     Raises ValueError for sizes that make no machine.
     """
 
@@ -20,6 +22,7 @@ class ClusterSpec:
     world_size: int
     ranks_per_node: int
     memory_bytes: int
+    compute_speedup: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         for field, limit in (("world_size", 1 << 20), ("ranks_per_node", 1 << 20), ("memory_bytes", 1 << 60)):
@@ -31,3 +34,7 @@ class ClusterSpec:
             raise ValueError(
                 f"ClusterSpec.world_size {self.world_size} is not a whole number of nodes of {self.ranks_per_node}"
             )
+        if self.compute_speedup and len(self.compute_speedup) != self.ranks_per_node:
+            raise ValueError("ClusterSpec.compute_speedup needs one entry for each rank of a node, or none")
+        if any(not 0 < speed <= 1000 for speed in self.compute_speedup):
+            raise ValueError(f"ClusterSpec.compute_speedup must lie between 0 and 1000, not {self.compute_speedup}")

@@ -87,6 +87,7 @@ def profile_cluster(
             world_size=count,
             ranks_per_node=ranks_per_node,
             memory_bytes=facts["memory_bytes"],
+            compute_speedup=tuple(facts.get("compute_speedup", ())),
         )
         found = from_plain(tuple[LinkCurve, ...], curves, "the measured curves")
         machine = f"{facts['device_name']}, {os.cpu_count()} cores, {count} processes"

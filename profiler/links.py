@@ -21,6 +21,7 @@ from autopar.formats import to_plain
 from autopar.measured import Collective, LinkCurve
 from autopar.profiler.clock import device_name, slowest, wait_for
 from autopar.profiler.cluster import Dimension, Groups, tasks
+from autopar.profiler.sharing import compute_speedup
 from autopar.runtime.launch import Progress
 from autopar.runtime.machine import machine_memory_bytes
 
@@ -67,7 +68,9 @@ def measure_rank(payload: dict[str, Any], report: Progress) -> dict[str, Any]:
     if dropped:
         report({"note": f"{dropped} of {counted} repeats took over {_OUTLIER} times their median and do not count"})
     report({"done": clock.total, "total": clock.total, "what": "links"})
-    return {**facts, "curves": to_plain(curves)}
+    # Only processes on a CPU share what they compute with.
+    speedup = compute_speedup(payload["ranks_per_node"]) if device.type == "cpu" else ()
+    return {**facts, "curves": to_plain(curves), "compute_speedup": list(speedup)}
 
 
 class _Clock:

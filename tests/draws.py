@@ -153,6 +153,7 @@ def cluster_files(draw: st.DrawFn) -> ClusterFile:
             world_size=nodes * ranks_per_node,
             ranks_per_node=ranks_per_node,
             memory_bytes=draw(st.integers(1, 1 << 50)),
+            compute_speedup=tuple(draw(st.floats(0.1, 10)) for _ in range(ranks_per_node * draw(st.integers(0, 1)))),
         ),
         links=LinkProfile(curves=tuple(curves), overlap_slowdown=draw(st.floats(1, 4))),
         provenance=draw(provenances),

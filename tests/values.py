@@ -141,7 +141,13 @@ def golden() -> dict[str, Any]:
         ),
         "cluster.json": ClusterFile(
             cluster=ClusterSpec(
-                name="local", device="cpu", device_name="cpu", world_size=4, ranks_per_node=4, memory_bytes=1 << 30
+                name="local",
+                device="cpu",
+                device_name="cpu",
+                world_size=4,
+                ranks_per_node=4,
+                memory_bytes=1 << 30,
+                compute_speedup=(3.0, 2.0, 1.25, 1.0),
             ),
             links=LinkProfile(curves=(curve,), overlap_slowdown=1.25, overlap_origin="measured"),
             provenance=provenance,

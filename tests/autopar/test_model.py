@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from autopar.cluster import ClusterSpec
@@ -41,10 +43,18 @@ def test_a_chain_that_does_not_hold_together_is_refused(changes: dict[str, objec
 
 @pytest.mark.parametrize(
     "changes",
-    [{"world_size": 0}, {"world_size": -4}, {"memory_bytes": 0}, {"world_size": 1 << 21}, {"ranks_per_node": 3}],
+    [
+        {"world_size": 0},
+        {"world_size": -4},
+        {"memory_bytes": 0},
+        {"world_size": 1 << 21},
+        {"ranks_per_node": 3},
+        {"compute_speedup": (1.0,)},
+        {"compute_speedup": (2.0, 1.0, 0.0, 1.0)},
+    ],
 )
-def test_sizes_that_make_no_machine_are_refused(changes: dict[str, int]) -> None:
-    sizes = {"world_size": 4, "ranks_per_node": 4, "memory_bytes": 1 << 30} | changes
+def test_sizes_that_make_no_machine_are_refused(changes: dict[str, Any]) -> None:
+    sizes: dict[str, Any] = {"world_size": 4, "ranks_per_node": 4, "memory_bytes": 1 << 30} | changes
     with pytest.raises(ValueError, match=r"ClusterSpec\."):
         ClusterSpec(name="c", device="cpu", device_name="cpu", **sizes)
 

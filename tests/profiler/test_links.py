@@ -141,6 +141,9 @@ def test_a_profile_of_this_machine(nproc: int, tmp_path: Path) -> None:
     machine_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert 0 < file.cluster.memory_bytes <= machine_bytes // nproc
     assert (file.cluster.world_size, file.cluster.ranks_per_node, file.cluster.device) == (nproc, nproc, "cpu")
+    assert len(file.cluster.compute_speedup) == nproc
+    assert file.cluster.compute_speedup[-1] == 1.0
+    assert all(0.2 < speed < 10 * nproc for speed in file.cluster.compute_speedup)
     assert file.links.overlap_origin == "assumed"
     assert file.provenance.command == "the command"
     assert "torch" in file.provenance.versions
