@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from autopar.axes import RankMesh, divisors
 from autopar.errors import InputError, RunError
-from autopar.legality import why_batch_illegal, why_schedule_illegal
+from autopar.legality import why_batch_illegal, why_schedule_illegal, why_schedule_not_runnable
 from autopar.measured import ClusterFile, ModelFile
 from autopar.price import CostTables
 from autopar.request import Request, Schedule
@@ -77,7 +77,9 @@ def legal_cuts(
             for schedule in request.schedules if pp > 1 else request.schedules[:1]:
                 reason = why_batch_illegal(request.global_batch, count, mesh)
                 if reason is None and pp > 1:
-                    reason = why_schedule_illegal(schedule, pp=pp, num_micro_batches=count)
+                    reason = why_schedule_illegal(
+                        schedule, pp=pp, num_micro_batches=count
+                    ) or why_schedule_not_runnable(schedule)
                 if reason is None:
                     found.append(Cut(pp=pp, num_micro_batches=count, schedule=schedule))
                 else:

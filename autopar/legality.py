@@ -8,6 +8,7 @@ from __future__ import annotations
 from autopar.axes import RankMesh, divisors
 from autopar.model import LayerKind
 from autopar.request import Schedule
+from autopar.schedules import SPLIT_BACKWARD, why_stages_illegal
 from autopar.strategy import Strategy
 
 
@@ -32,10 +33,28 @@ def why_batch_illegal(global_batch: int, num_micro_batches: int, mesh: RankMesh)
     return None
 
 
-def why_schedule_illegal(schedule: Schedule, *, pp: int, num_micro_batches: int) -> str | None:
-    """Why this schedule cannot run so many stages with so few micro-batches."""
-    if schedule == "1f1b" and num_micro_batches < pp:
-        return f"1f1b needs at least as many micro-batches as stages: {num_micro_batches} for {pp}"
+def why_schedule_illegal(
+    schedule: Schedule, *, pp: int, num_micro_batches: int, stages_per_rank: int = 1
+) -> str | None:
+    """Why this schedule cannot run so many stages with so few micro-batches: the conditions of torch's schedules."""
+    reason = why_stages_illegal(schedule, pp=pp, stages_per_rank=stages_per_rank)
+    if reason or pp == 1:
+        return reason
+    stages, count = pp * stages_per_rank, num_micro_batches
+    if schedule in ("1f1b", "dualpipev") and count < stages:
+        return f"{schedule} needs at least as many micro-batches as stages: {count} for {stages}"
+    if schedule in ("interleaved-1f1b", "interleaved-zero-bubble"):
+        rounds = max(1, count // pp)
+        if count % rounds:
+            near = f"{count // rounds * rounds} or {(count // pp + 1) * pp}"
+            return f"{schedule} runs {count} micro-batches in {rounds} rounds over {pp} ranks, unevenly; try {near}"
+    return None
+
+
+def why_sharding_illegal(strategy: Strategy, schedule: Schedule) -> str | None:
+    """Why a layer cannot take this strategy under this schedule, where it could under others."""
+    if schedule in SPLIT_BACKWARD and strategy.zero == 3:
+        return f"{strategy}: ZeRO-3 frees the parameters that the second part of a backward under {schedule} needs"
     return None
 
 
@@ -67,6 +86,11 @@ def why_illegal(strategy: Strategy, kind: LayerKind, mesh: RankMesh, *, micro_ba
                 f"the next legal length is {longer}"
             )
     return why_not_runnable(strategy)
+
+
+def why_schedule_not_runnable(schedule: Schedule) -> str | None:
+    """Why the runtime of this version cannot run a schedule."""
+    return None if schedule in ("1f1b", "gpipe") else f"the schedule {schedule} does not run yet"
 
 
 def why_not_runnable(strategy: Strategy) -> str | None:

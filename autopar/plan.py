@@ -13,9 +13,16 @@ from typing import Any, Literal
 from autopar.axes import RankMesh
 from autopar.errors import InputError
 from autopar.formats import dumps, from_plain, read_file, read_text, to_plain, write_file
-from autopar.legality import why_batch_illegal, why_illegal, why_schedule_illegal
+from autopar.legality import (
+    why_batch_illegal,
+    why_illegal,
+    why_schedule_illegal,
+    why_schedule_not_runnable,
+    why_sharding_illegal,
+)
 from autopar.model import ModelSpec, layer_names
 from autopar.request import Forbid, Pin, Request, Schedule
+from autopar.schedules import rank_stages, why_stages_illegal
 from autopar.strategy import Strategy
 
 PLAN_KIND, PLAN_SCHEMA = "autopar.plan", 1
@@ -108,8 +115,9 @@ class Certificate:
 class Plan:
     """How every layer of a model runs on a cluster.
 
-    pp stages in `schedule` order of `num_micro_batches`; layers_per_stage: how many layers of the chain (embed,
-    blocks, head) each stage holds; strategies: one per layer of the chain.
+    pp pipeline ranks in `schedule` order of `num_micro_batches`; layers_per_stage: how many layers of the chain
+    (embed, blocks, head) each stage holds, the same number of stages for each rank (one under 1f1b and gpipe);
+    strategies: one per layer of the chain.
     Raises ValueError when the counts do not agree.
     """
 
@@ -130,8 +138,11 @@ class Plan:
             raise ValueError(f"pp {self.pp} does not divide the world size {self.cluster.world_size}")
         if self.num_micro_batches < 1:
             raise ValueError(f"num_micro_batches must be >= 1, not {self.num_micro_batches}")
-        if len(self.layers_per_stage) != self.pp or any(n < 1 for n in self.layers_per_stage):
-            raise ValueError(f"layers_per_stage {list(self.layers_per_stage)} must name pp = {self.pp} stages")
+        per_rank, rest = divmod(len(self.layers_per_stage), self.pp)
+        reason = why_stages_illegal(self.schedule, pp=self.pp, stages_per_rank=per_rank)
+        if rest or reason or any(n < 1 for n in self.layers_per_stage):
+            words = reason or "each stage needs a layer, each rank equally many stages"
+            raise ValueError(f"layers_per_stage {list(self.layers_per_stage)} does not fit pp {self.pp}: {words}")
         if sum(self.layers_per_stage) != len(self.strategies):
             raise ValueError(f"{sum(self.layers_per_stage)} layers on the stages, {len(self.strategies)} strategies")
         if len(self.strategies) < 3:
@@ -151,6 +162,20 @@ class Plan:
         """Samples of one micro-batch over all ranks of a stage."""
         return self.request.global_batch // self.num_micro_batches
 
+    @property
+    def num_stages(self) -> int:
+        """The stages of the chain, over all pipeline ranks."""
+        return len(self.layers_per_stage)
+
+    @property
+    def stages_per_rank(self) -> int:
+        """The stages of one pipeline rank."""
+        return self.num_stages // self.pp
+
+    def stages_of_rank(self, pp_rank: int) -> tuple[int, ...]:
+        """The stages of a pipeline rank, in the order of the chain."""
+        return rank_stages(self.schedule, pp=self.pp, rank=pp_rank, stages_per_rank=self.stages_per_rank)
+
     def stage_layers(self, stage: int) -> range:
         """The places of the chain that a stage holds."""
         ends = list(accumulate(self.layers_per_stage))
@@ -158,7 +183,7 @@ class Plan:
 
     def stage_of(self, layer: int) -> int:
         """The stage that holds the layer at this place of the chain."""
-        return next(stage for stage in range(self.pp) if layer in self.stage_layers(stage))
+        return next(stage for stage in range(self.num_stages) if layer in self.stage_layers(stage))
 
     def check(self, model: ModelSpec) -> None:
         """Return when the runtime can run this plan on this model; otherwise InputError by field.
@@ -180,12 +205,18 @@ class Plan:
             )
         mesh = self.mesh
         reason = why_batch_illegal(self.request.global_batch, self.num_micro_batches, mesh) or why_schedule_illegal(
-            self.schedule, pp=self.pp, num_micro_batches=self.num_micro_batches
+            self.schedule,
+            pp=self.pp,
+            num_micro_batches=self.num_micro_batches,
+            stages_per_rank=self.stages_per_rank,
         )
         if reason:
             raise InputError(
                 "the plan's batch is not legal", why=reason, fix="change global_batch or the micro-batches"
             )
+        reason = why_schedule_not_runnable(self.schedule) if self.pp > 1 else None
+        if reason:
+            raise InputError("the plan's schedule cannot run", why=reason, fix="search again with --schedule 1f1b")
         for layer, (name, strategy) in enumerate(zip(model.layer_names, self.strategies, strict=True)):
             reason = why_illegal(
                 strategy,
@@ -193,7 +224,7 @@ class Plan:
                 mesh,
                 micro_batch=self.micro_batch,
                 sequence=self.request.sequence,
-            )
+            ) or (why_sharding_illegal(strategy, self.schedule) if self.pp > 1 else None)
             if reason:
                 raise InputError(f"layer {name} cannot run as {strategy}", why=reason, fix="search again")
         if model.tied and self.strategies[0] != self.strategies[-1]:

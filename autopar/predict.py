@@ -90,7 +90,7 @@ def stage_works(
 ) -> tuple[StageWork, ...]:
     """The seconds of each stage of a plan, by cause."""
     known: dict[tuple[str, Strategy], Work] = {}
-    return tuple(_stage_work(plan, stage, model, layers, cluster, links, known) for stage in range(plan.pp))
+    return tuple(_stage_work(plan, stage, model, layers, cluster, links, known) for stage in range(plan.num_stages))
 
 
 Units = dict[tuple[str, Strategy, float, int, bool], Unit]

@@ -9,9 +9,10 @@ from typing import Literal
 from autopar.errors import InputError
 from autopar.strategy import Strategy
 
-Schedule = Literal["1f1b", "gpipe"]
+Schedule = Literal["1f1b", "gpipe", "looped-bfs", "interleaved-1f1b", "interleaved-zero-bubble", "zbv", "dualpipev"]
 Optimizer = Literal["adamw", "sgd"]
 SCHEDULES: tuple[Schedule, ...] = ("1f1b", "gpipe")
+"""What a search tries unless it is told otherwise."""
 
 _PIN = re.compile(r"\s*(embed|head|\*|\d+(?:-\d+)?)\s*:\s*(\S+)\s*", re.ASCII)
 

@@ -36,9 +36,7 @@ def test_time_and_bandwidth_never_fall_with_size(noisy: LinkCurve, sizes: list[i
 @settings(max_examples=200, deadline=None)
 @given(noisy_curves())
 @example(
-    LinkCurve(
-        collective="all_gather", shape=PAIR, size_bytes=(2, 8, 40, 127, 323), seconds=(1.0, 1e-6, 1.0, 1.0, 1.0)
-    )
+    LinkCurve(collective="all_gather", shape=PAIR, size_bytes=(2, 8, 40, 127, 323), seconds=(1.0, 1e-6, 1.0, 1.0, 1.0))
 )
 def test_both_slopes_are_exact(noisy: LinkCurve) -> None:
     for (x0, t0), (x1, t1) in pairwise(cleaned(noisy)):

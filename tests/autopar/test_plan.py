@@ -17,13 +17,27 @@ from tests.values import golden, model, plan
 @settings(max_examples=40)
 @given(plans())
 def test_each_layer_stands_on_one_stage(any_plan: Plan) -> None:
-    held = [layer for stage in range(any_plan.pp) for layer in any_plan.stage_layers(stage)]
+    held = [layer for stage in range(any_plan.num_stages) for layer in any_plan.stage_layers(stage)]
     assert held == list(range(len(any_plan.strategies)))
     assert all(layer in any_plan.stage_layers(any_plan.stage_of(layer)) for layer in held)
 
 
 def test_a_plan_that_fits_its_model_passes() -> None:
     plan().check(model())
+
+
+def test_a_plan_with_several_stages_a_rank(tmp_path: Path) -> None:
+    several = replace(plan(("dp2",) * 6, pp=2, layers_per_stage=(3, 3)), schedule="zbv", layers_per_stage=(1, 2, 1, 2))
+    assert (several.num_stages, several.stages_per_rank) == (4, 2)
+    assert [several.stages_of_rank(rank) for rank in range(2)] == [(0, 3), (1, 2)]
+    assert [several.stage_of(layer) for layer in range(6)] == [0, 1, 1, 2, 3, 3]
+    several.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == several
+    with pytest.raises(InputError, match="the schedule zbv does not run yet"):
+        several.check(model())
+    for schedule, layers in (("zbv", (1, 1, 1, 1, 1, 1)), ("1f1b", (1, 2, 1, 2)), ("interleaved-1f1b", (3, 3))):
+        with pytest.raises(ValueError, match="on a rank, not"):
+            replace(several, schedule=schedule, layers_per_stage=layers)
 
 
 def _strategies(*shorts: str) -> tuple[Strategy, ...]:
@@ -63,6 +77,7 @@ def test_check_refuses_another_model() -> None:
         {"num_micro_batches": 0},
         {"layers_per_stage": (6, 0)},
         {"layers_per_stage": (5,)},
+        {"pp": 2, "layers_per_stage": (2, 2, 2)},
         {"strategies": _strategies("dp4"), "layers_per_stage": (1,)},
     ],
 )
