@@ -57,6 +57,7 @@ class StrategySpace:
                     rejections.append(Rejection(kind=kind.name, strategy=strategy, reason=reason))
         pinned, forbidden = _pinned(model, request), _forbidden(model, request)
         chosen: list[tuple[Strategy, ...]] = []
+        rows: dict[tuple[str, tuple[Forbid, ...]], tuple[Strategy, ...]] = {}
         for layer, name in enumerate(model.layer_names):
             kind, bans = model.kind(layer), forbidden.get(layer, ())
             if layer in pinned:
@@ -80,20 +81,26 @@ class StrategySpace:
             if not legal[kind.name]:
                 reasons = [r.reason for r in rejections if r.kind == kind.name]
                 raise InputError(f"no strategy is legal for layer {name}", why=reasons[0], fix="change the request")
-            left = tuple(s for s in legal[kind.name] if not any(ban.meets(s) for ban in bans))
-            if not left:
-                raise InputError(
-                    f"every legal strategy of layer {name} is forbidden",
-                    why=f"legal: {', '.join(map(str, legal[kind.name]))}; bans: {'; '.join(b.short for b in bans)}",
-                    fix="forbid less",
-                )
-            chosen.append(left)
-        used = {strategy for row in chosen for strategy in row}
+            if (kind.name, bans) not in rows:
+                left = tuple(s for s in legal[kind.name] if not any(ban.meets(s) for ban in bans))
+                if not left:
+                    were = ", ".join(map(str, legal[kind.name]))
+                    raise InputError(
+                        f"every legal strategy of layer {name} is forbidden",
+                        why=f"legal: {were}; bans: {'; '.join(b.short for b in bans)}",
+                        fix="forbid less",
+                    )
+                rows[kind.name, bans] = left
+            chosen.append(rows[kind.name, bans])
+        # Many layers share one row: what is done per strategy is done once a row.
+        distinct = {id(row): row for row in chosen}
+        used = {strategy for row in distinct.values() for strategy in row}
         strategies = tuple(s for s in dict.fromkeys((*candidates(mesh), *sorted(used, key=str))) if s in used)
         place = {strategy: i for i, strategy in enumerate(strategies)}
+        places = {name: tuple(sorted(place[s] for s in row)) for name, row in distinct.items()}
         return cls(
             strategies=strategies,
-            allowed=tuple(tuple(sorted(place[s] for s in row)) for row in chosen),
+            allowed=tuple(places[id(row)] for row in chosen),
             rejections=tuple(rejections),
         )
 
