@@ -96,7 +96,6 @@ def why_schedule_not_runnable(schedule: Schedule) -> str | None:
 def why_not_runnable(strategy: Strategy) -> str | None:
     """Why the runtime of this version cannot run a strategy, wherever it stands."""
     missing = {
-        "ZeRO-1 (use z2 or z3)": strategy.zero == 1,
         "Ulysses sequence parallelism": strategy.sp > 1,
         "context parallelism": strategy.cp > 1,
         "expert parallelism": strategy.ep > 1,

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.errors import InputError
 from autopar.formats import dumps, from_plain, read_file, to_plain, write_file
-from autopar.runtime.gradients import HeldParameter, local_piece, shard_of, whole
+from autopar.runtime.gradients import HeldParameter, local_piece, piece, tensor_piece, whole
 
 CHECKPOINT_KIND, CHECKPOINT_SCHEMA = "autopar.checkpoint", 1
 _FACTS = "autopar.json"
@@ -147,10 +147,10 @@ def _entries(
 ) -> Iterator[tuple[str, HeldParameter, Tensor]]:
     """Every tensor to save with its key: the parameters, then the optimizer's states."""
     for entry in held:
-        yield f"model/{entry.name}", entry, entry.parameter
+        yield f"model/{entry.name}", entry, entry.stepped
     if optimizer is not None:
         for entry in held:
-            for field, value in sorted(optimizer.state.get(entry.parameter, {}).items()):
+            for field, value in sorted(optimizer.state.get(entry.stepped, {}).items()):
                 if isinstance(value, Tensor):
                     yield f"optimizer/{entry.name}/{field}", entry, value
 
@@ -198,16 +198,18 @@ def _in_batches(wanted: Iterable[_Wanted]) -> list[list[_Wanted]]:
 
 def _put(wanted: _Wanted, full: Tensor, optimizer: torch.optim.Optimizer | None) -> None:
     """Copy this rank's piece of a whole tensor into the parameter, or make it the optimizer's state."""
-    parameter = wanted.entry.parameter
+    entry, parameter = wanted.entry, wanted.entry.stepped
     if wanted.field is None:
         with torch.no_grad():
-            local_piece(parameter).copy_(piece(wanted.entry, full))
+            local_piece(parameter).copy_(piece(entry, full))
+            if entry.stands_in:
+                entry.parameter.copy_(tensor_piece(entry, full))
         return
     assert optimizer is not None
     if not full.dim():
         value: Tensor = full
     elif isinstance(parameter, DTensor):
-        local = piece(wanted.entry, full).to(parameter.device).clone()
+        local = piece(entry, full).to(parameter.device).clone()
         value = DTensor.from_local(
             local,
             parameter.device_mesh,
@@ -217,17 +219,8 @@ def _put(wanted: _Wanted, full: Tensor, optimizer: torch.optim.Optimizer | None)
             stride=parameter.stride(),
         )
     else:
-        value = piece(wanted.entry, full).to(parameter.device).clone()
+        value = piece(entry, full).to(parameter.device).clone()
     optimizer.state[parameter][wanted.field] = value
-
-
-def piece(entry: HeldParameter, full: Tensor) -> Tensor:
-    """This rank's piece of a whole tensor: first its tensor-parallel part, then its shard of the first dimension."""
-    cut = entry.tensor_parallel
-    if cut is not None:
-        full = cut.plan.shard(cut.name, full, cut.plan.coordinates[dist.get_rank(cut.group)])
-    parameter = entry.parameter
-    return shard_of(parameter, full) if isinstance(parameter, DTensor) else full
 
 
 def _settings(optimizer: torch.optim.Optimizer | None) -> str:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import RunError
+from autopar.runtime.rows import gather_rows, own_rows, rows_of, start_sum_rows
 
 if TYPE_CHECKING:
     from autopar.runtime.tensor_parallel import BlockPlan
@@ -34,16 +35,21 @@ class TensorParallelCut:
 class HeldParameter:
     """One parameter as this rank holds it.
 
-    name: its name in the model; layer: its place in the chain; group: the data-parallel ranks over which its gradient
-    must still be summed (None where fully_shard does it or there are none); share: what one element counts in a sum
-    over all ranks of the stage, 1 / (ranks that hold the same element), a number or a tensor that broadcasts;
-    tied: it has a second copy on another stage; counted: False for that copy; aliases: its other names in the model;
-    tensor_parallel: how tensor parallelism cut it, None where it did not.
+    name: its name in the model; layer: its place in the chain; parameter: what the forward uses; stepped: what the
+    optimizer steps, the parameter itself or what stands for it: its own rows under ZeRO-1, its float32 master under
+    mixed precision; rows: the ranks over which ZeRO-1 cuts `stepped`, None where it does not; group: the data-parallel
+    ranks over which the gradient must still be summed besides (None where fully_shard does it or there are none);
+    share: what one element counts in a sum over all ranks of the stage, 1 / (ranks that hold the same element of
+    `stepped`), a number or a tensor that broadcasts; tied: it has a second copy on another stage; counted: False for
+    that copy; aliases: its other names in the model; tensor_parallel: how tensor parallelism cut it, None where it did
+    not.
     """
 
     name: str
     layer: int
     parameter: nn.Parameter
+    stepped: nn.Parameter
+    rows: dist.ProcessGroup | None = None
     group: dist.ProcessGroup | None
     share: float | Tensor
     tied: bool = False
@@ -53,9 +59,14 @@ class HeldParameter:
 
     @property
     def local_grad(self) -> Tensor | None:
-        """This rank's piece of the gradient."""
-        grad = self.parameter.grad
+        """This rank's piece of the gradient, as the optimizer gets it."""
+        grad = self.stepped.grad
         return None if grad is None else local_piece(grad)
+
+    @property
+    def stands_in(self) -> bool:
+        """Whether the optimizer steps something else than the parameter."""
+        return self.stepped is not self.parameter
 
 
 def local_piece(tensor: Tensor) -> Tensor:
@@ -64,48 +75,107 @@ def local_piece(tensor: Tensor) -> Tensor:
 
 
 def whole(entry: HeldParameter, tensor: Tensor) -> Tensor:
-    """The full tensor of which `tensor` (the parameter or its gradient) is this rank's piece.
+    """The full tensor of which `tensor` is this rank's piece: `entry.stepped`, its gradient or an optimizer state.
 
     A collective of the ranks that share the parameter.
     """
-    local = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    cut = entry.tensor_parallel
+    local = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+    if entry.rows is not None:
+        local = gather_rows(local, entry.parameter.shape[0], entry.rows)
+    return _uncut(entry, local)
+
+
+def whole_parameter(entry: HeldParameter) -> Tensor:
+    """The full tensor of the parameter as the forward uses it; a collective of the ranks that share it."""
+    parameter = entry.parameter
+    return _uncut(entry, parameter.full_tensor() if isinstance(parameter, DTensor) else parameter)
+
+
+def _uncut(entry: HeldParameter, local: Tensor) -> Tensor:
+    """The full tensor, from the piece that tensor parallelism left of it."""
+    cut, local = entry.tensor_parallel, local.detach()
     if cut is None:
-        return local.detach()
-    local = local.detach().contiguous()
+        return local
+    local = local.contiguous()
     pieces = [torch.empty_like(local) for _ in range(dist.get_world_size(cut.group))]
     dist.all_gather(pieces, local, group=cut.group)
     return cut.plan.unshard(cut.name, pieces)
 
 
+def tensor_piece(entry: HeldParameter, full: Tensor) -> Tensor:
+    """What tensor parallelism leaves this rank of a whole tensor; all of it where it does not cut the parameter."""
+    cut = entry.tensor_parallel
+    if cut is None:
+        return full
+    return cut.plan.shard(cut.name, full, cut.plan.coordinates[dist.get_rank(cut.group)])
+
+
+def piece(entry: HeldParameter, full: Tensor) -> Tensor:
+    """This rank's piece of a whole tensor, as `entry.stepped` holds it: its tensor-parallel part, then its rows."""
+    part = tensor_piece(entry, full)
+    if entry.rows is not None:
+        return own_rows(part, entry.rows)
+    return shard_of(entry.parameter, part) if isinstance(entry.parameter, DTensor) else part
+
+
 def shard_of(parameter: DTensor, full: Tensor) -> Tensor:
     """The rows of a tensor that this rank holds of a sharded parameter with as many rows.
 
-    fully_shard cuts the first dimension in equal chunks, the last ones shorter or empty; of a (replicate, shard) mesh
-    the last dimension cuts.
+    Of a (replicate, shard) mesh the last dimension cuts.
     """
     mesh = parameter.device_mesh
-    chunks = full.chunk(mesh.size(mesh.ndim - 1), 0)
-    rank = mesh.get_local_rank(mesh.ndim - 1)
-    return chunks[rank] if rank < len(chunks) else full[:0]
+    return rows_of(full, mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1))
 
 
 def reduce_gradients(held: Sequence[HeldParameter]) -> None:
-    """Sum the gradients of replicated layers over their data-parallel ranks, in one fixed order on all of them.
+    """Sum the gradients of replicated layers over their data-parallel ranks and hand them to what the optimizer steps.
 
-    A trained parameter without a gradient on this rank takes part with zeros, so that no rank waits for another.
+    In one fixed order on all ranks: replicas all-reduce, ZeRO-1 reduce-scatters, with HSDP followed by an all-reduce
+    of the rows. A trained parameter without a gradient on this rank takes part with zeros, so that no rank waits for
+    another.
     """
-    pending = []
+    pending, cut = [], []
     for entry in held:
-        if entry.group is None or not entry.parameter.requires_grad:
+        if not _ours(entry):
             continue
-        if entry.parameter.grad is None:
-            entry.parameter.grad = torch.zeros_like(entry.parameter)
-        grad = entry.local_grad
-        assert grad is not None
-        pending.append(dist.all_reduce(grad, group=entry.group, async_op=True))
+        grad = _gradient(entry)
+        if entry.rows is not None:
+            cut.append((entry, *start_sum_rows(grad, entry.rows)))
+            continue
+        if entry.group is not None:
+            pending.append(dist.all_reduce(grad, group=entry.group, async_op=True))
+        if entry.stands_in:
+            entry.stepped.grad, entry.parameter.grad = grad, None
+    for entry, work, rows in cut:
+        work.wait()
+        entry.stepped.grad, entry.parameter.grad = rows, None
+        if entry.group is not None:
+            pending.append(dist.all_reduce(rows, group=entry.group, async_op=True))
     for work in pending:
         work.wait()
+
+
+def reduce_added(entry: HeldParameter) -> None:
+    """Sum one parameter's gradient over its ranks, add it to that of its stand-in, and take it away."""
+    grad, entry.parameter.grad = _gradient(entry), None
+    if entry.rows is not None:
+        work, grad = start_sum_rows(grad, entry.rows)
+        work.wait()
+    if entry.group is not None:
+        dist.all_reduce(grad, group=entry.group)
+    entry.stepped.grad = grad if entry.stepped.grad is None else entry.stepped.grad + grad
+
+
+def _ours(entry: HeldParameter) -> bool:
+    """Whether the gradient is summed here or handed on, rather than by fully_shard."""
+    return entry.parameter.requires_grad and (entry.stands_in or entry.group is not None)
+
+
+def _gradient(entry: HeldParameter) -> Tensor:
+    """The gradient of this rank's samples, zeros where there is none."""
+    if entry.parameter.grad is None:
+        entry.parameter.grad = torch.zeros_like(entry.parameter, dtype=entry.stepped.dtype)
+    return local_piece(entry.parameter.grad)
 
 
 def scale_gradients(held: Sequence[HeldParameter], factor: float) -> None:

@@ -20,10 +20,13 @@ from autopar.runtime.gradients import HeldParameter, TensorParallelCut, shard_of
 from autopar.runtime.groups import RankGroups
 from autopar.runtime.randomness import BlockStream, agreed_seed
 from autopar.runtime.relayout import GroupOf, relayout
+from autopar.runtime.rows import own_rows
 from autopar.runtime.spec import DescribedModel
 from autopar.runtime.stage import StageBody
+from autopar.runtime.stepping import stand_in
 from autopar.runtime.structure import Probe, Structure
 from autopar.runtime.zero import owners, shard_modules, shard_root
+from autopar.strategy import Strategy
 
 if TYPE_CHECKING:
     from autopar.runtime.tensor_parallel import BlockPlan
@@ -231,19 +234,22 @@ def _held(
             if id(parameter) in seen:
                 continue
             seen.add(id(parameter))
-            share: float | Tensor = strategy.state_shards / strategy.dp
-            cut = None
+            rows = groups.along(placed.dp_shard) if strategy.zero == 1 and parameter.dim() else None
+            cut, share = None, _share(strategy, parameter)
             if layer - 1 in block_plans:
                 block_plan = block_plans[layer - 1]
                 cut = TensorParallelCut(plan=block_plan, name=name.removeprefix(prefix), group=groups.along(placed.tp))
-                share = share * _tensor_share(block_plan, cut.name, parameter)
+                share = share * _tensor_share(block_plan, cut.name, parameter, rows)
             in_both = across and name in tied
+            summed = () if strategy.zero > 1 else placed.dp if rows is None else placed.dp_replicate
             found.append(
                 HeldParameter(
                     name=name,
                     layer=layer,
                     parameter=parameter,
-                    group=groups.along(placed.dp) if strategy.zero < 2 and strategy.dp > 1 else None,
+                    stepped=stand_in(parameter, rows),
+                    rows=rows,
+                    group=groups.along(summed) if summed else None,
                     share=share,
                     tied=in_both,
                     counted=not (in_both and layer > 0),
@@ -254,7 +260,14 @@ def _held(
     return found
 
 
-def _tensor_share(plan: BlockPlan, name: str, parameter: nn.Parameter) -> float | Tensor:
+def _share(strategy: Strategy, parameter: nn.Parameter) -> float | Tensor:
+    """One over the number of data-parallel ranks that step each element of the parameter."""
+    return strategy.state_shards / strategy.dp if parameter.dim() else 1 / strategy.dp
+
+
+def _tensor_share(
+    plan: BlockPlan, name: str, parameter: nn.Parameter, rows: dist.ProcessGroup | None
+) -> float | Tensor:
     """One over the number of tensor-parallel ranks that hold each element of this rank's piece.
 
     A number where it is the same for all elements, otherwise a tensor that broadcasts over the piece (fused weights
@@ -272,6 +285,7 @@ def _tensor_share(plan: BlockPlan, name: str, parameter: nn.Parameter) -> float 
         share = torch.where(free, share / size, share)
     if bool((share == share.flatten()[0]).all()):
         return float(share.flatten()[0])
-    if isinstance(parameter, DTensor) and share.shape[0] > 1:
-        share = shard_of(parameter, share)
+    if share.shape[0] > 1:
+        share = shard_of(parameter, share) if isinstance(parameter, DTensor) else share
+        share = own_rows(share, rows) if rows is not None else share
     return share.to(parameter.device)

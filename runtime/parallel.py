@@ -21,6 +21,7 @@ from autopar.runtime.gradients import (
     HeldParameter,
     check_gradients_present,
     clip_gradients,
+    reduce_added,
     reduce_gradients,
     scale_gradients,
 )
@@ -30,6 +31,7 @@ from autopar.runtime.losses import loss_of, own_loss
 from autopar.runtime.pipelining import Pipeline
 from autopar.runtime.spec import describe
 from autopar.runtime.stage import LossFunction, StageModule
+from autopar.runtime.stepping import follow_steps
 from autopar.runtime.structure import Probe, probe
 from autopar.runtime.world import equalise, join_world, same_use
 
@@ -97,8 +99,18 @@ class ParallelModel(nn.Module):
         self._steps = 0
         self._reduce_in_backward = False
         for entry in self.held:
-            if entry.group is not None and entry.parameter.requires_grad:
+            if entry.stands_in:
+                entry.parameter.register_post_accumulate_grad_hook(self._handed_on(entry))
+            elif entry.group is not None and entry.parameter.requires_grad:
                 entry.parameter.register_hook(self._summed(entry.group))
+        follow_steps(self, self.held)
+
+    def _handed_on(self, entry: HeldParameter) -> Any:
+        def hook(parameter: Tensor) -> None:
+            if self._reduce_in_backward:
+                reduce_added(entry)
+
+        return hook
 
     def _summed(self, group: dist.ProcessGroup) -> Any:
         def hook(grad: Tensor) -> Tensor | None:
@@ -288,10 +300,14 @@ class ParallelModel(nn.Module):
         load_checkpoint(folder, self.held, fingerprint=self.plan.model.fingerprint, optimizer=optimizer)
 
     def param_groups(self) -> list[dict[str, Any]]:
-        """Parameter groups for an elementwise torch optimizer; sharded and plain tensors must not share a group."""
-        parameters = {id(e.parameter): e.parameter for e in self.held if e.parameter.requires_grad}.values()
-        sharded = [p for p in parameters if isinstance(p, DTensor)]
-        plain = [p for p in parameters if not isinstance(p, DTensor)]
+        """Parameter groups for an elementwise torch optimizer; sharded and plain tensors must not share a group.
+
+        They are this rank's part: rows of the parameters under ZeRO, float32 masters under mixed precision. After each
+        `optimizer.step()` the parameters of the model follow; an optimizer that is not elementwise is refused there.
+        """
+        stepped = {id(e.stepped): e.stepped for e in self.held if e.parameter.requires_grad}.values()
+        sharded = [p for p in stepped if isinstance(p, DTensor)]
+        plain = [p for p in stepped if not isinstance(p, DTensor)]
         return [{"params": group} for group in (sharded, plain) if group]
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from autopar.formats import from_plain
 from autopar.plan import Plan
 from autopar.runtime.batches import example_batch
-from autopar.runtime.gradients import whole
+from autopar.runtime.gradients import whole, whole_parameter
 from autopar.runtime.launch import Progress, launch
 from autopar.runtime.losses import loss_of
 from autopar.runtime.models import build_model, import_model
@@ -131,7 +131,7 @@ def compare(
         for entry in parallel.held:
             if not entry.parameter.requires_grad:
                 continue
-            grad, actual = named[entry.name].grad, entry.parameter.grad
+            grad, actual = named[entry.name].grad, entry.stepped.grad
             assert grad is not None
             assert actual is not None
             error = float((whole(entry, actual) - grad).norm()) / max(floor, float(grad.norm()))
@@ -145,7 +145,7 @@ def compare(
         many.zero_grad()
         for entry in parallel.held:
             weight = named[entry.name].detach()
-            error = float((whole(entry, entry.parameter) - weight).norm() / weight.norm().clamp(min=1e-12))
+            error = float((whole_parameter(entry) - weight).norm() / weight.norm().clamp(min=1e-12))
             errors["weight"] = max(errors["weight"], error)
         if progress is not None:
             progress({"done": step + 1, "total": steps})

@@ -49,7 +49,6 @@ def _why(short: str, role: str = "block", **changes: int) -> str | None:
         (_why("tp4", "embed"), "embed runs data parallel only"),
         (_why("dp4-r", "head"), "head is not recomputed"),
         (_why("tp4s", sequence=18), "sequence 18 is not divisible by tp 4"),
-        (_why("dp4-z1"), "ZeRO-1"),
         (_why("dp2-sp2"), "Ulysses"),
         (_why("dp2-cp2"), "context parallelism"),
         (_why("dp2-ep2"), "expert parallelism"),

@@ -50,7 +50,7 @@ def _strategies(*shorts: str) -> tuple[Strategy, ...]:
         ({"num_micro_batches": 3}, "global batch 16 is not divisible by 3"),
         ({"strategies": _strategies(*["dp4"] * 5, "tp4")}, "head runs data parallel only"),
         ({"strategies": _strategies("dp4", "dp2", *["dp4"] * 4)}, "occupies 2 ranks"),
-        ({"strategies": _strategies("dp4", "dp4-z1", *["dp4"] * 4)}, "ZeRO-1"),
+        ({"strategies": _strategies("dp4", "dp2-ep2", *["dp4"] * 4)}, "expert parallelism"),
     ],
 )
 def test_check_names_what_cannot_run(change: dict[str, object], words: str) -> None:

@@ -64,7 +64,7 @@ def test_pins_are_masks() -> None:
     ("pins", "words"),
     [
         (["0: tp3-dp2"], "dp<N>"),
-        (["0: dp2-z1-tp2"], "ZeRO-1"),
+        (["0: dp2-tp1-ep2"], "expert parallelism"),
         (["embed: tp4"], "data parallel only"),
         (["0: dp2"], "occupies 2 ranks, a stage has 4"),
         (["0: tp4", "0-1: dp4"], "contradict each other on layer 0"),

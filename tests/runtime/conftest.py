@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import faulthandler
-import importlib.util
+import importlib
 import multiprocessing
 import os
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
@@ -22,7 +23,7 @@ _PRELOAD = [
     "transformers.models.llama.modeling_llama",
     "transformers.models.gpt2.modeling_gpt2",
 ]
-_JOBS = Path(__file__).parent / "rank_jobs.py"
+_ROOT = str(Path(__file__).parents[2])
 
 
 def _serve(connection: Any) -> None:
@@ -33,11 +34,7 @@ def _serve(connection: Any) -> None:
 
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    spec = importlib.util.spec_from_file_location("rank_jobs", _JOBS)
-    assert spec is not None
-    assert spec.loader is not None
-    jobs = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(jobs)
+    sys.path.insert(0, _ROOT)
     while True:
         try:
             job = connection.recv()
@@ -49,7 +46,9 @@ def _serve(connection: Any) -> None:
             dist.init_process_group(
                 "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
             )
-            answer: Any = ("done", getattr(jobs, name)(**payload))
+            file, _, function = name.rpartition(":")
+            jobs = importlib.import_module(f"tests.runtime.{file or 'rank_jobs'}")
+            answer: Any = ("done", getattr(jobs, function)(**payload))
         except Exception:
             answer = ("failed", traceback.format_exc())
         finally:
@@ -78,7 +77,10 @@ class RankPool:
             self._workers.append((process, ours))
 
     def run(self, name: str, size: int, timeout_s: float = 240, **payload: Any) -> list[Any]:
-        """Results of `rank_jobs.<name>(**payload)` on each of `size` ranks; AssertionError with their tracebacks."""
+        """Results of `rank_jobs.<name>(**payload)` on each of `size` ranks; AssertionError with their tracebacks.
+
+        name: a function of rank_jobs.py, or "file:function" for one of another file beside it.
+        """
         # A new world in an old process meets what torch remembers of meshes with the same ranks: start afresh. Jobs of
         # one size share their processes, as long as no other size comes between.
         if len(self._workers) != size:

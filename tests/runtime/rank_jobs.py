@@ -175,8 +175,8 @@ def own_loop(source: str, strategies: list[str], accumulate: int = 2, **shape: A
     for entry in wrapped.held:
         grad = named[entry.name].grad
         assert grad is not None
-        assert entry.parameter.grad is not None
-        error = float((whole(entry, entry.parameter.grad) - grad).norm()) / max(1e-6, float(grad.norm()))
+        assert entry.stepped.grad is not None
+        error = float((whole(entry, entry.stepped.grad) - grad).norm()) / max(1e-6, float(grad.norm()))
         worst["gradient"] = max(worst["gradient"], error)
     return worst
 
@@ -247,7 +247,7 @@ def dropout(strategy: str) -> dict[str, Any]:
     loss = wrapped.train_step(wrapped.shard_batch(batch))
     everyone: list[Any] = [None] * 4
     dist.all_gather_object(everyone, seen[0])
-    grads = [whole(e, e.parameter.grad).flatten() for e in wrapped.held if e.parameter.grad is not None]
+    grads = [whole(e, e.stepped.grad).flatten() for e in wrapped.held if e.stepped.grad is not None]
     return {"loss": float(loss), "gradient": torch.cat(grads).tolist(), "hidden": [h.tolist() for h in everyone]}
 
 

@@ -20,13 +20,14 @@ PLANS: dict[str, tuple[int, list[str], dict[str, Any]]] = {
     "one rank": (1, ["dp1"] * 6, {}),
     "sharded": (4, ["dp4-z3", "dp4-z3", "dp4-z2", "dp4", "dp4-z3-r", "dp4-z3"], {"micro_batches": 2}),
     "tensor parallel": (4, ["dp4", "tp4", "dp2-tp2", "dp2-z3-tp2s", "tp4s", "dp4"], {}),
+    "optimizer sharded": (4, ["dp4-z1", "dp2-z1-tp2", "dp4-z1-h2", "dp2-z3-tp2s", "dp4-z1-r", "dp4-z1"], {}),
     "stages": (4, ["dp2-z3", "dp2", "tp2", "dp2-z3", "tp2s", "dp2-z3"],
                {"pp": 2, "layers_per_stage": [3, 3], "micro_batches": 2}),
     "two ranks": (2, ["dp2", "tp2", "dp2-z3", "tp2", "dp2", "dp2"], {}),
     "eight ranks": (8, ["dp4-z2", "dp2-tp2", "dp4-z3", "tp4", "dp2-z3-tp2s", "dp4-z2"],
                     {"pp": 2, "layers_per_stage": [2, 4], "micro_batches": 2}),
 }  # fmt: skip
-SAMPLED = [("stages", "tensor parallel")]
+SAMPLED = [("stages", "optimizer sharded"), ("optimizer sharded", "tensor parallel")]
 
 
 def roundtrip(writer: str, reader: str, ranks: Ranks, folder: Path) -> None:

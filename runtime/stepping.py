@@ -1,0 +1,114 @@
+"""What the optimizer steps in place of parameters, and how the parameters follow it.
+
+Under ZeRO-1 a rank steps its own rows of a parameter only; the rows are a view of it, so that nothing is held twice.
+After `optimizer.step()` the other ranks' rows are gathered. torch calls a function of ours around the step of every
+optimizer, so that the user's loop needs no call for it.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from autopar.errors import InputError
+from autopar.runtime.gradients import HeldParameter
+from autopar.runtime.rows import own_rows, start_gather_rows
+
+
+def stand_in(parameter: nn.Parameter, rows: dist.ProcessGroup | None) -> nn.Parameter:
+    """What the optimizer steps for a parameter: itself, or under ZeRO-1 (rows: the ranks that cut it) its own rows."""
+    if rows is None or not parameter.requires_grad:
+        return parameter
+    return nn.Parameter(own_rows(parameter.data, rows))
+
+
+def follow_steps(owner: object, held: Sequence[HeldParameter]) -> None:
+    """Check every optimizer that steps these parameters, and bring them up to date after its steps.
+
+    For as long as `owner` lives, which must hold `held`.
+    """
+    ours = {id(entry.stepped) for entry in held}
+    entries = weakref.ref(owner), [weakref.ref(entry) for entry in held if entry.stands_in]
+    known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+    def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if optimizer in known or not any(id(p) in ours for p in _stepped(optimizer)):
+            return
+        refuse_whole_tensors(optimizer)
+        known.add(optimizer)
+
+    def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if optimizer in known:
+            chosen = {id(p) for p in _stepped(optimizer)}
+            there = [entry for ref in entries[1] if (entry := ref()) is not None]
+            refresh([entry for entry in there if id(entry.stepped) in chosen])
+
+    handles = register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)
+    for handle in handles:
+        weakref.finalize(owner, handle.remove)
+
+
+def _stepped(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+@torch.no_grad()
+def refresh(held: Sequence[HeldParameter]) -> None:
+    """Bring parameters up to date with what the optimizer stepped in their place; a collective of their ranks."""
+    pending = []
+    for entry in held:
+        stepped = entry.stepped.data.to(entry.parameter.dtype)
+        if entry.rows is None:
+            entry.parameter.copy_(stepped)
+        else:
+            pending.append(start_gather_rows(stepped, entry.parameter.data, entry.rows))
+    for work, done in pending:
+        work.wait()
+        done()
+
+
+def refuse_whole_tensors(optimizer: Optimizer) -> None:
+    """Raise InputError for an optimizer whose step of an element depends on others: ranks step parts of tensors.
+
+    Found by stepping a small tensor whole and in parts with a twin of the optimizer, so that it holds for any class.
+    """
+    name = type(optimizer).__name__
+    fix = "use an elementwise optimizer, such as AdamW, SGD or RMSprop"
+    first = _stepped(optimizer)[0]
+    generator = torch.Generator().manual_seed(0)
+    start, *grads = (torch.randn(6, 4, generator=generator) for _ in range(4))
+    whole = [start.to(first.device)]
+    parts = [part.clone() for part in whole[0].chunk(3)]
+    try:
+        for tensors, cut in ((whole, 1), (parts, 3)):
+            twin = _twin(optimizer, [nn.Parameter(t) for t in tensors])
+            for grad in grads:
+                for parameter, piece in zip(_stepped(twin), grad.to(first.device).chunk(cut), strict=True):
+                    parameter.grad = piece.clone()
+                twin.step()
+    except (AttributeError, TypeError, RuntimeError, ValueError) as error:
+        why = f"it cannot step by itself, parameter by parameter: {error}"
+        raise InputError(f"{name} does not run on a part of each parameter", why=why, fix=fix) from error
+    if not torch.allclose(whole[0], torch.cat(parts), rtol=1e-5, atol=1e-7):
+        why = "its step of an element depends on other elements of the tensor, of which a rank holds a part"
+        raise InputError(f"{name} is not elementwise", why=why, fix=fix)
+
+
+def _twin(optimizer: Optimizer, parameters: list[nn.Parameter]) -> Optimizer:
+    """An optimizer of the same class and settings, without state and hooks, for other parameters."""
+    twin = copy.copy(optimizer)
+    settings = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+    if isinstance(settings.get("lr"), float | Tensor):
+        settings["lr"] = 0.01  # a warm-up may begin at 0, where every optimizer looks elementwise
+    twin.state = defaultdict(dict)
+    twin.param_groups = [{**settings, "params": parameters}]
+    return twin

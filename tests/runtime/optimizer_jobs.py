@@ -1,0 +1,88 @@
+"""Jobs on real ranks about optimizers: which parts they hold, and their steps against one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autopar.errors import AutoparError
+from autopar.runtime.batches import example_batch
+from autopar.runtime.gradients import local_piece, whole_parameter
+from autopar.runtime.losses import loss_of
+from autopar.runtime.models import build_model
+from autopar.runtime.parallel import parallelize
+from autopar.runtime.tracker import storage_bytes
+from tests.runtime.rank_jobs import make_plan
+
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "SGD with momentum": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}),
+    "RMSprop": (torch.optim.RMSprop, {"lr": 0.01, "eps": 1e-4}),
+    "RAdam": (torch.optim.RAdam, {"lr": 0.01, "eps": 1e-4}),
+    "NAdam": (torch.optim.NAdam, {"lr": 0.01, "eps": 1e-4}),
+    "Adagrad": (torch.optim.Adagrad, {"lr": 0.01, "eps": 1e-4}),
+    "Adamax": (torch.optim.Adamax, {"lr": 0.01, "eps": 1e-4}),
+}
+
+
+def steps_of_optimizers(source: str, strategies: list[str], **shape: Any) -> dict[str, float]:
+    """For each optimizer the largest relative error of a weight against one process, after three clipped steps."""
+    plan = make_plan(source, strategies, world=dist.get_world_size(), **shape)
+    worst = {}
+    for name, (kind, settings) in OPTIMIZERS.items():
+        reference, wrapped = build_model(source).eval(), parallelize(build_model(source).eval(), plan)
+        one, many = kind(reference.parameters(), **settings), kind(wrapped.param_groups(), **settings)
+        for step in range(3):
+            batch = example_batch(reference, samples=plan.request.global_batch, sequence=8, seed=step)
+            expected = loss_of(reference(**batch))
+            assert expected is not None
+            expected.backward()
+            wrapped.train_step(wrapped.shard_batch(batch))
+            torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
+            wrapped.clip_grad_norm_(0.5)
+            for optimizer in (one, many):
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=step != 1)
+        named = dict(reference.named_parameters(remove_duplicate=False))
+        pairs = [(whole_parameter(e), named[e.name].detach()) for e in wrapped.held]
+        worst[name] = max(float((found - want).norm() / want.norm()) for found, want in pairs)
+    return worst
+
+
+def refused_optimizers(source: str, strategies: list[str]) -> dict[str, str]:
+    """The words with which the first step of each is refused, and whether a weight had changed by then."""
+    plan = make_plan(source, strategies, world=dist.get_world_size())
+    wrapped = parallelize(build_model(source).eval(), plan)
+    batch = wrapped.shard_batch(example_batch(wrapped.model, samples=plan.request.global_batch, sequence=8))
+    said = {}
+    for kind in (torch.optim.LBFGS, torch.optim.Adafactor):
+        groups = wrapped.param_groups()
+        optimizer = kind(groups if kind is not torch.optim.LBFGS else groups[0]["params"])
+        wrapped.train_step(batch)
+        before = [local_piece(e.stepped).detach().clone() for e in wrapped.held]
+        try:
+            optimizer.step(lambda: 0.0) if kind is torch.optim.LBFGS else optimizer.step()  # type: ignore[call-arg]
+            said[kind.__name__] = "not refused"
+        except AutoparError as error:
+            said[kind.__name__] = str(error)
+        optimizer.zero_grad()
+        assert all(torch.equal(a, local_piece(e.stepped)) for a, e in zip(before, wrapped.held, strict=True))
+    return said
+
+
+def state_bytes(source: str, strategies: list[str]) -> dict[str, int]:
+    """Bytes of what this rank's AdamW keeps, of its parameters, and of gradients after a step."""
+    plan = make_plan(source, strategies, world=dist.get_world_size())
+    wrapped = parallelize(build_model(source).eval(), plan)
+    optimizer = torch.optim.AdamW(wrapped.param_groups())
+    wrapped.train_step(wrapped.shard_batch(example_batch(wrapped.model, samples=8, sequence=8)))
+    optimizer.step()
+    moments = [value for state in optimizer.state.values() for value in state.values() if value.dim()]
+    grads = [e.local_grad for e in wrapped.held if e.local_grad is not None]
+    return {
+        "moments": storage_bytes([local_piece(m) for m in moments]),
+        "parameters": storage_bytes([local_piece(e.parameter.data) for e in wrapped.held]),
+        "with rows": storage_bytes([[e.parameter.data, e.stepped.data] for e in wrapped.held]),
+        "gradients": storage_bytes(grads),
+    }
