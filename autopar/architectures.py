@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from autopar import roofline
 from autopar.axes import divisors
 from autopar.measured import Collective, LayerCost, LayerProfile, Line, TensorParallelCall
-from autopar.model import LayerKind, ModelSpec, Parameter
+from autopar.model import Attention, LayerKind, ModelSpec, Parameter
 from autopar.units import DTYPE_BYTES
 
 
@@ -83,6 +83,7 @@ def model_spec(arch: Architecture, *, dtype: str) -> ModelSpec:
             tp_degrees=arch.tp_degrees,
             tp_reason=f"heads {arch.heads}, kv heads {arch.kv_heads}, width {arch.ffn}",
             sequence_norms=bool(arch.tp_degrees),
+            attention=Attention(heads=arch.heads, kv_heads=arch.kv_heads, head_dim=arch.head_dim),
         ),
         LayerKind(name="head", role="head", class_name="Head", parameters=_head(arch, dtype)),
     )

@@ -135,6 +135,9 @@ def search(
         int | None, typer.Option(min=1, help="At most so many different ones in blocks.")
     ] = None,
     tp_across_nodes: Annotated[bool, typer.Option("--tp-across-nodes", help="Let tp groups leave a node.")] = False,
+    allow_unrunnable: Annotated[
+        bool, typer.Option("--allow-unrunnable", help="Also plan what the runtime cannot run yet.")
+    ] = False,
     verify: Annotated[bool, typer.Option("--verify", help="Let two other solvers check the bound.")] = False,
     time_limit: Annotated[float | None, typer.Option(min=0.0, help="Seconds; then the best so far.")] = None,
     frontier: Annotated[Path | None, typer.Option(help="Also the best step by memory: FILE.csv and FILE.svg.")] = None,
@@ -163,6 +166,7 @@ def search(
         forbids=tuple(forbid or ()),
         max_strategies=max_strategies,
         tp_across_nodes=tp_across_nodes,
+        allow_unrunnable=allow_unrunnable,
         verify=verify,
         frontier=frontier,
         what_if=what_if,
@@ -230,6 +234,7 @@ def run(
     from autopar.report import outcome_parts
 
     planned = Plan.load(plan)
+    planned.check_runnable()
     from autopar.runtime.train import run_plan
 
     with step("run") as report:
@@ -255,6 +260,7 @@ def verify(plan: PlanFile, json: Json = False) -> None:
     from autopar.report import comparison_words
 
     planned = Plan.load(plan)
+    planned.check_runnable()
     from autopar.runtime.verify import verify_plan
 
     with step("verify") as report:

@@ -97,7 +97,7 @@ def uniform(model: ModelFile, cluster: ClusterFile, degrees: Degrees, *, global_
 
 def priced(plan: Plan, model: ModelFile, cluster: ClusterFile) -> Plan:
     """The plan with its prediction; the numbers of shipped devices are fitted, not measured."""
-    plan.check(model.model)
+    plan.check(model.model, unrunnable=True)
     spec = cluster.cluster
     if (plan.cluster.world_size, plan.cluster.ranks_per_node) != (spec.world_size, spec.ranks_per_node):
         raise InputError(

@@ -24,18 +24,29 @@ from autopar.errors import InputError
 
 T = TypeVar("T")
 
+_OMITTED = "autopar.omitted"
 _CORRECT = "correct the file or write it again"
+
+
+def omitted(default: T) -> T:
+    """The default of a dataclass field that files leave out while it holds: older files keep their bytes."""
+    return dataclasses.field(default=default, metadata={_OMITTED: True})
 
 
 def to_plain(value: Any) -> Any:
     """The value as JSON types: dataclasses become objects in field order, tuples become arrays."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        fields = dataclasses.fields(value)
+        return {f.name: to_plain(getattr(value, f.name)) for f in fields if not _is_left_out(f, value)}
     if isinstance(value, Mapping):
         return {str(key): to_plain(item) for key, item in value.items()}
     if isinstance(value, tuple | list):
         return [to_plain(item) for item in value]
     return value
+
+
+def _is_left_out(field: dataclasses.Field[Any], value: Any) -> bool:
+    return _OMITTED in field.metadata and getattr(value, field.name) == field.default
 
 
 def from_plain(kind: type[T], data: Any, where: str) -> T:

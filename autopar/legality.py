@@ -6,7 +6,7 @@ Each function returns None when all is well, otherwise the reason in words with 
 from __future__ import annotations
 
 from autopar.axes import RankMesh, divisors
-from autopar.model import LayerKind
+from autopar.model import LayerKind, Role
 from autopar.request import Schedule
 from autopar.schedules import SPLIT_BACKWARD, why_stages_illegal
 from autopar.strategy import Strategy
@@ -58,8 +58,13 @@ def why_sharding_illegal(strategy: Strategy, schedule: Schedule) -> str | None:
     return None
 
 
-def why_illegal(strategy: Strategy, kind: LayerKind, mesh: RankMesh, *, micro_batch: int, sequence: int) -> str | None:
-    """Why layers of this kind cannot take this strategy on this mesh with this micro-batch and sequence."""
+def why_illegal(
+    strategy: Strategy, kind: LayerKind, mesh: RankMesh, *, micro_batch: int, sequence: int, unrunnable: bool = False
+) -> str | None:
+    """Why layers of this kind cannot take this strategy on this mesh with this micro-batch and sequence.
+
+    unrunnable: what the runtime of this version cannot run is legal too.
+    """
     if strategy.ranks != mesh.ranks_per_stage:
         return f"{strategy} occupies {strategy.ranks} ranks, a stage has {mesh.ranks_per_stage}"
     try:
@@ -68,24 +73,54 @@ def why_illegal(strategy: Strategy, kind: LayerKind, mesh: RankMesh, *, micro_ba
         return str(error)
     if micro_batch % (strategy.dp * strategy.ep):
         return f"a micro-batch of {micro_batch} samples is not divisible by dp {strategy.dp * strategy.ep}"
-    if kind.role != "block":
-        if strategy.tp > 1 or strategy.sp > 1 or strategy.cp > 1 or strategy.ep > 1:
-            return f"{kind.role} runs data parallel only, not as {strategy}"
-        if strategy.recompute != "none":
-            return f"{kind.role} is not recomputed"
-    elif strategy.tp > 1:
+    reason = None if unrunnable else why_not_runnable(strategy, kind.role)
+    if reason is None and strategy.ep > 1:
+        reason = f"{strategy}: expert parallelism has no price yet"
+    if reason is None:
+        reason = (_why_block_illegal if kind.role == "block" else _why_outer_illegal)(strategy, kind)
+    return reason or (_why_sequence_illegal(strategy, sequence) if kind.role == "block" else None)
+
+
+def _why_outer_illegal(strategy: Strategy, kind: LayerKind) -> str | None:
+    if strategy.sequence_norms or strategy.sp > 1 or strategy.cp > 1:
+        return f"{kind.role} has no attention to cut the sequence around: not as {strategy}"
+    if strategy.recompute != "none":
+        return f"{kind.role} is not recomputed"
+    if strategy.tp > 1:
+        rows = 0 if kind.vocabulary is None else kind.vocabulary.shape[0]
+        if rows < strategy.tp:
+            return f"{kind.role} has {f'only {rows} rows' if rows else 'no matrix'} to cut over tp {strategy.tp}"
+    return None
+
+
+def _why_block_illegal(strategy: Strategy, kind: LayerKind) -> str | None:
+    if strategy.tp > 1:
         if strategy.tp not in kind.tp_degrees:
             legal = ", ".join(map(str, (1, *kind.tp_degrees)))
             return f"tp {strategy.tp} does not divide {kind.class_name} ({kind.tp_reason}); legal degrees: {legal}"
         if strategy.sequence_norms and not kind.sequence_norms:
             return f"{kind.class_name} has no region outside tensor parallelism that can run on part of the sequence"
-        if strategy.sequence_norms and sequence % strategy.tp:
-            longer = -(-sequence // strategy.tp) * strategy.tp
-            return (
-                f"sequence {sequence} is not divisible by tp {strategy.tp} with sequence-parallel norms; "
-                f"the next legal length is {longer}"
-            )
-    return why_not_runnable(strategy)
+    if strategy.sp == strategy.cp == 1 and strategy.recompute != "selective":
+        return None
+    if kind.attention is None:
+        return f"{strategy}: nothing is known of the attention heads of {kind.class_name}"
+    heads, kv_heads, ways = kind.attention.heads, kind.attention.kv_heads, strategy.tp * strategy.sp
+    if strategy.sp > 1 and (heads % ways or kv_heads % ways):
+        beside = f" beside tp {strategy.tp}" if strategy.tp > 1 else ""
+        return f"sp {strategy.sp}{beside} does not divide heads {heads} and kv heads {kv_heads} of {kind.class_name}"
+    return None
+
+
+def _why_sequence_illegal(strategy: Strategy, sequence: int) -> str | None:
+    """The sequence is dealt out to norms and sp evenly, to cp in pairs: rank i takes the pieces i and 2 cp - 1 - i."""
+    cut = strategy.sp * (strategy.tp if strategy.sequence_norms else 1) * (2 * strategy.cp if strategy.cp > 1 else 1)
+    if sequence % cut == 0:
+        return None
+    causes = [f"tp {strategy.tp} with sequence-parallel norms"] if strategy.sequence_norms else []
+    causes += [f"sp {strategy.sp}"] if strategy.sp > 1 else []
+    causes += [f"twice cp {strategy.cp}"] if strategy.cp > 1 else []
+    longer = -(-sequence // cut) * cut
+    return f"sequence {sequence} is not divisible by {' times '.join(causes)}; the next legal length is {longer}"
 
 
 def why_schedule_not_runnable(schedule: Schedule) -> str | None:
@@ -93,8 +128,10 @@ def why_schedule_not_runnable(schedule: Schedule) -> str | None:
     return None if schedule in ("1f1b", "gpipe") else f"the schedule {schedule} does not run yet"
 
 
-def why_not_runnable(strategy: Strategy) -> str | None:
-    """Why the runtime of this version cannot run a strategy, wherever it stands."""
+def why_not_runnable(strategy: Strategy, role: Role = "block") -> str | None:
+    """Why the runtime of this version cannot run a strategy in a layer of this role."""
+    if role != "block" and strategy.tp > 1:
+        return f"{role} runs data parallel only, not as {strategy} (vocabulary parallelism does not run yet)"
     missing = {
         "Ulysses sequence parallelism": strategy.sp > 1,
         "context parallelism": strategy.cp > 1,

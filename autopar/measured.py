@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Literal
 
 from autopar.cluster import ClusterSpec
-from autopar.formats import dumps, from_plain, read_file, to_plain, write_file
+from autopar.formats import dumps, from_plain, omitted, read_file, to_plain, write_file
 from autopar.model import ModelSpec
 
 CLUSTER_KIND, CLUSTER_SCHEMA = "autopar.cluster", 1
@@ -141,11 +141,15 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorParallelCall:
-    """One collective of a layer over its tp group: forward or backward, bytes as LinkCurve counts them."""
+    """One collective of a layer over its tp group: forward or backward, bytes as LinkCurve counts them.
+
+    over: the group, also that of sp or cp where the layer is cut so (see autopar.derived).
+    """
 
     collective: Collective
     phase: Literal["forward", "backward"]
     size_bytes: Line
+    over: Literal["tp", "sp", "cp"] = omitted("tp")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +163,7 @@ class LayerCost:
     forward_peak_bytes: highest live bytes during the forward above those at its entry (saved set included).
     backward_peak_bytes: highest live bytes during the backward above those live before the forward, counting the
     saved set, the incoming and outgoing gradients and the growing parameter gradients.
-    flops: of one forward.
+    flops: of one forward; origin: of the seconds.
     """
 
     kind: str
@@ -178,6 +182,7 @@ class LayerCost:
     backward_peak_bytes: Line
     flops: Line
     calls: tuple[TensorParallelCall, ...] = ()
+    origin: Origin = omitted("measured")
 
     def __post_init__(self) -> None:
         if not len(self.samples) == len(self.forward_s) == len(self.backward_s) or not self.samples:

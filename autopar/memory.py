@@ -40,7 +40,8 @@ PARTS = ("parameters", "gradients", "optimizer", "unsharded", "communication", "
 class Unit:
     """One layer on one rank: bytes, whole after tp where not said otherwise; activations of one micro-batch.
 
-    shards: over how many ranks ZeRO cuts it; relayout: its input arrives in another layout than its own.
+    shards: over how many ranks ZeRO cuts it (ZeRO-1 the optimizer's states alone); relayout: its input arrives in
+    another layout than its own. The saved set of a selective recompute is what is left of it.
     """
 
     zero: int
@@ -82,8 +83,17 @@ class Unit:
             relayout=relayout,
         )
 
+    @property
+    def gathers(self) -> bool:
+        """Whether its parameters are gathered before they work, and its gradients scattered after: ZeRO-2 and 3."""
+        return self.zero >= 2
+
     def share(self, size_bytes: int) -> int:
-        """The rank's share of a size that ZeRO cuts."""
+        """The rank's share of parameters or gradients."""
+        return -(-size_bytes // self.shards) if self.gathers else size_bytes
+
+    def optimizer_share(self, size_bytes: int) -> int:
+        """The rank's share of the optimizer's states."""
         return -(-size_bytes // self.shards)
 
     @property
@@ -145,14 +155,14 @@ def walk(
     state = _State(ledger=ledger, units=units, optimizer=optimizer)
     for unit in units:
         ledger.add("parameters", unit.share(unit.parameter_bytes))
-        ledger.add("optimizer", unit.share(unit.trainable_bytes) * OPTIMIZER_COPIES[optimizer])
+        ledger.add("optimizer", unit.optimizer_share(unit.trainable_bytes) * OPTIMIZER_COPIES[optimizer])
     ledger.add("communication", buffers_bytes)
     ledger.look(0)
     phases = re.finditer("(?:BF)+|F+|B+", "".join(kind for kind, _ in order))
     for phase in (match[0] for match in phases):
         pattern = "BF" if phase.startswith("BF") else phase[0]
         _repeat(state, pattern, len(phase) // len(pattern), held_bytes)
-    largest_bytes = max(unit.share(unit.largest_parameter_bytes) for unit in units)
+    largest_bytes = max(unit.optimizer_share(unit.largest_parameter_bytes) for unit in units)
     ledger.look(largest_bytes * OPTIMIZER_TEMPORARIES[optimizer])
     return RankMemory(peak_bytes=ledger.peak_bytes, parts_bytes=ledger.peak)
 
@@ -204,7 +214,7 @@ class _State:
         for i, unit in enumerate(self.units):
             if unit.relayout:
                 ledger.look(self._before(i) + unit.input_bytes)
-            if unit.zero and i not in self.unsharded:
+            if unit.gathers and i not in self.unsharded:
                 ledger.look(unit.input_bytes, buffer_bytes + unit.parameter_bytes)
                 buffer_bytes = unit.parameter_bytes
                 self._unshard(i)
@@ -219,7 +229,7 @@ class _State:
         for i in reversed(range(len(self.units))):
             unit = self.units[i]
             grads = unit.trainable_bytes
-            if unit.zero:
+            if unit.gathers:
                 # ZeRO-2 too, where an earlier backward of another live micro-batch has resharded it.
                 if i not in self.unsharded:
                     self._unshard(i)
@@ -228,13 +238,13 @@ class _State:
             buffers = reduced_bytes + (self.units[prefetched].parameter_bytes if prefetched >= 0 else 0)
             if unit.recompute:
                 ledger.look(unit.output_bytes + unit.forward_peak_bytes, buffers)
-            later = not unit.zero and i in self.graded
+            later = not unit.gathers and i in self.graded
             work = unit.later_backward_peak_bytes if later else unit.backward_peak_bytes
             ledger.look(max(0, unit.input_bytes + work - unit.kept_bytes), buffers)
             ledger.add("activations", -unit.kept_bytes)
-            if not unit.zero and i not in self.graded:
+            if not unit.gathers and i not in self.graded:
                 ledger.add("gradients", grads)
-            if unit.zero:
+            if unit.gathers:
                 self._reshard(i)
                 buffers += grads - reduced_bytes
                 reduced_bytes = grads
@@ -261,7 +271,7 @@ class _State:
 
     def _next_sharded(self, i: int) -> int:
         """The ZeRO unit that is prefetched while unit i works backwards: the one before, if it must be gathered."""
-        before = next((j for j in reversed(range(i)) if self.units[j].zero), -1)
+        before = next((j for j in reversed(range(i)) if self.units[j].gathers), -1)
         return before if before not in self.unsharded else -1
 
 
@@ -301,24 +311,24 @@ def upper_bound(
     buffers may be alive while this one works; arriving_bytes: its input in the layout of the layer before.
     """
     grads, kept, moving = unit.trainable_bytes, unit.kept_bytes, unit.input_bytes
-    whole = unit.parameter_bytes if unit.zero else 0
+    whole = unit.parameter_bytes if unit.gathers else 0
     resident = whole if unit.zero == 3 else 0
     counted = unit.share(grads) if steady else max(0, unit.share(grads) - kept)
-    state = unit.share(unit.parameter_bytes) + unit.share(grads) * OPTIMIZER_COPIES[optimizer] + counted
+    state = unit.share(unit.parameter_bytes) + unit.optimizer_share(grads) * OPTIMIZER_COPIES[optimizer] + counted
     state += whole - resident
     # While the layer itself works backwards its gradients are there beside its saved sets.
     own = unit.share(grads) - counted
     around = before_bytes + after_bytes
-    work = max(unit.backward_peak_bytes, unit.later_backward_peak_bytes + (0 if unit.zero else grads))
+    work = max(unit.backward_peak_bytes, unit.later_backward_peak_bytes + (0 if unit.gathers else grads))
     moments = [
         arriving_bytes + moving + around + own,
         moving + before_bytes + whole,
         max(0, moving + unit.forward_peak_bytes - kept) + max(whole, before_bytes) + resident,
         unit.output_bytes + max(whole, before_bytes) + resident,
         unit.output_bytes + after_bytes + whole + resident + own,
-        max(0, moving + work - kept - (0 if unit.zero else grads)) + around + resident + own,
-        moving + before_bytes + (2 * grads if unit.zero else after_bytes) + own,
-        unit.share(unit.largest_parameter_bytes) * OPTIMIZER_TEMPORARIES[optimizer],
+        max(0, moving + work - kept - (0 if unit.gathers else grads)) + around + resident + own,
+        moving + before_bytes + (2 * grads if unit.gathers else after_bytes) + own,
+        unit.optimizer_share(unit.largest_parameter_bytes) * OPTIMIZER_TEMPORARIES[optimizer],
     ]
     if unit.recompute:
         moments.append(unit.output_bytes + unit.forward_peak_bytes + around + resident + own)
@@ -332,10 +342,11 @@ def lower_bound(unit: Unit, *, optimizer: Optimizer, steady: bool, last: bool) -
     chain, so that its own backward is that moment.
     """
     grads = unit.trainable_bytes
-    state = unit.share(unit.parameter_bytes) + unit.share(grads) * (OPTIMIZER_COPIES[optimizer] + int(steady))
+    state = unit.share(unit.parameter_bytes) + unit.optimizer_share(grads) * OPTIMIZER_COPIES[optimizer]
+    state += unit.share(grads) * int(steady)
     state += unit.parameter_bytes if unit.zero == 2 else 0
     transient = 0
     if last:
-        work = unit.later_backward_peak_bytes if steady and not unit.zero else unit.backward_peak_bytes
+        work = unit.later_backward_peak_bytes if steady and not unit.gathers else unit.backward_peak_bytes
         transient = max(0, unit.input_bytes + work - unit.kept_bytes) + (unit.parameter_bytes if unit.zero == 3 else 0)
     return Bound(state_bytes=state, saved_bytes=unit.kept_bytes, transient_bytes=transient)

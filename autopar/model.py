@@ -11,6 +11,7 @@ from functools import cached_property
 from math import prod
 from typing import Literal
 
+from autopar.formats import omitted
 from autopar.units import DTYPE_BYTES
 
 Role = Literal["embed", "block", "head"]
@@ -40,12 +41,31 @@ class Parameter:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Attention:
+    """The attention of a block.
+
+    heads, kv_heads: of the whole block; head_dim: the width of one; fused: no score matrix in memory.
+    Raises ValueError for sizes that make no attention.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    fused: bool = True
+
+    def __post_init__(self) -> None:
+        sizes = (self.heads, self.kv_heads, self.head_dim)
+        if not all(1 <= size <= 1 << 20 for size in sizes) or self.heads % self.kv_heads:
+            raise ValueError(f"Attention needs whole numbers, kv heads that divide heads: {sizes}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class LayerKind:
     """What layers of one kind have in common.
 
     tp_degrees: the tensor-parallel degrees (> 1) that the block's own graph allows, `tp_reason` in words why no
     others ("heads 14, kv heads 2, width 1792"); sequence_norms: whether those degrees also run with
-    sequence-parallel norms.
+    sequence-parallel norms; attention: of a block, None where it is not known to have one of equal heads.
     """
 
     name: str
@@ -55,6 +75,13 @@ class LayerKind:
     tp_degrees: tuple[int, ...] = ()
     tp_reason: str = ""
     sequence_norms: bool = False
+    attention: Attention | None = omitted(None)
+
+    @property
+    def vocabulary(self) -> Parameter | None:
+        """The matrix of an embedding or head with a row for each token of the vocabulary: its largest one."""
+        matrices = [p for p in self.parameters if len(p.shape) == 2 and self.role != "block"]
+        return max(matrices, key=lambda p: p.shape[0], default=None)
 
     @property
     def parameter_bytes(self) -> int:

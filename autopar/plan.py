@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, fields
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from autopar.axes import RankMesh
 from autopar.errors import InputError
@@ -16,11 +16,12 @@ from autopar.formats import dumps, from_plain, read_file, read_text, to_plain, w
 from autopar.legality import (
     why_batch_illegal,
     why_illegal,
+    why_not_runnable,
     why_schedule_illegal,
     why_schedule_not_runnable,
     why_sharding_illegal,
 )
-from autopar.model import ModelSpec, layer_names
+from autopar.model import ModelSpec, Role, layer_names
 from autopar.request import Forbid, Pin, Request, Schedule
 from autopar.schedules import rank_stages, why_stages_illegal
 from autopar.strategy import Strategy
@@ -185,10 +186,32 @@ class Plan:
         """The stage that holds the layer at this place of the chain."""
         return next(stage for stage in range(self.num_stages) if layer in self.stage_layers(stage))
 
-    def check(self, model: ModelSpec) -> None:
+    @property
+    def not_runnable(self) -> tuple[str, ...]:
+        """The parts of the plan that the runtime of this version cannot run, each with why and the layers."""
+        found: dict[str, list[str]] = {}
+        for name, strategy in zip(layer_names(len(self.strategies)), self.strategies, strict=True):
+            reason = why_not_runnable(strategy, "block" if name.isdigit() else cast(Role, name))
+            if reason:
+                found.setdefault(reason, []).append(name)
+        parts = [f"{reason} (layers {', '.join(names)})" for reason, names in found.items()]
+        schedule = why_schedule_not_runnable(self.schedule) if self.pp > 1 else None
+        return (*((schedule,) if schedule else ()), *parts)
+
+    def check_runnable(self) -> None:
+        """Return when the runtime of this version has all parts of the plan; otherwise InputError that names them."""
+        if self.not_runnable:
+            raise InputError(
+                "the plan has parts that do not run yet",
+                why="; ".join(self.not_runnable),
+                fix="search again without --allow-unrunnable",
+            )
+
+    def check(self, model: ModelSpec, *, unrunnable: bool = False) -> None:
         """Return when the runtime can run this plan on this model; otherwise InputError by field.
 
-        The same rules make the search space: see autopar.legality.
+        unrunnable: also when only the runtime of this version lacks parts of it. The same rules make the search
+        space: see autopar.legality.
         """
         if model.fingerprint != self.model.fingerprint:
             raise InputError(
@@ -214,9 +237,8 @@ class Plan:
             raise InputError(
                 "the plan's batch is not legal", why=reason, fix="change global_batch or the micro-batches"
             )
-        reason = why_schedule_not_runnable(self.schedule) if self.pp > 1 else None
-        if reason:
-            raise InputError("the plan's schedule cannot run", why=reason, fix="search again with --schedule 1f1b")
+        if not unrunnable:
+            self.check_runnable()
         for layer, (name, strategy) in enumerate(zip(model.layer_names, self.strategies, strict=True)):
             reason = why_illegal(
                 strategy,
@@ -224,6 +246,7 @@ class Plan:
                 mesh,
                 micro_batch=self.micro_batch,
                 sequence=self.request.sequence,
+                unrunnable=unrunnable,
             ) or (why_sharding_illegal(strategy, self.schedule) if self.pp > 1 else None)
             if reason:
                 raise InputError(f"layer {name} cannot run as {strategy}", why=reason, fix="search again")
@@ -243,8 +266,10 @@ class Plan:
         body["mesh"] = {"pp": mesh.pp, **{axis.name: axis.size for axis in mesh.axes}}
         body["strategies"] = _run_length(self.strategies)
         order = ("model", "cluster", "request", "mesh", "schedule", "num_micro_batches", "layers_per_stage")
-        rest = ("strategies", "predicted", "certificate", "versions")
-        return dumps(PLAN_KIND, PLAN_SCHEMA, {key: body[key] for key in (*order, *rest)})
+        rest = ("strategies", "not_runnable", "predicted", "certificate", "versions")
+        if self.request.allow_unrunnable:
+            body["not_runnable"] = list(self.not_runnable)
+        return dumps(PLAN_KIND, PLAN_SCHEMA, {key: body[key] for key in (*order, *rest) if key in body})
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write plan.json, whole or not at all."""
@@ -264,6 +289,8 @@ class Plan:
     def _read(cls, data: dict[str, Any], where: str) -> Plan:
         mesh = from_plain(dict[str, int], data.pop("mesh", None), f"{where}.mesh")
         data["pp"] = mesh.get("pp")
+        # For the reader only: another version may run more.
+        from_plain(tuple[str, ...], data.pop("not_runnable", []), f"{where}.not_runnable")
         data["strategies"] = _expand(from_plain(dict[str, str], data.get("strategies"), f"{where}.strategies"), where)
         request = data.get("request")
         for key, read in (("pins", Pin.parse), ("forbids", Forbid.parse)):

@@ -34,6 +34,7 @@ def search(
     pins: Sequence[str] = (),
     forbids: Sequence[str] = (),
     max_strategies: int | None = None,
+    allow_unrunnable: bool = False,
     example: Mapping[str, Tensor] | None = None,
     loss: LossFunction | None = None,
 ) -> Plan:
@@ -43,7 +44,8 @@ def search(
     `profile cluster` measured, or "local", which measures this machine now; global_batch: samples of one step over all
     ranks; sequence: tokens a sample (default: of the profile, of the example, or 2048); memory: budget of one rank in
     bytes or as `24GiB`; pins: such as "0-3: dp4-z3"; forbids: such as "*: tp4"; max_strategies: at most so many
-    different ones over the blocks; example, loss: as in `autopar.parallelize`, for an nn.Module.
+    different ones over the blocks; allow_unrunnable: also what the runtime cannot run yet; example, loss: as in
+    `autopar.parallelize`, for an nn.Module.
     Raises InputError, InfeasibleError when nothing fits, RunError when a measurement fails.
     """
     cluster_file = _cluster(cluster)
@@ -59,6 +61,7 @@ def search(
             pins=tuple(Pin.parse(pin) for pin in pins),
             forbids=tuple(Forbid.parse(ban) for ban in forbids),
             max_strategies=max_strategies,
+            allow_unrunnable=allow_unrunnable,
         )
     except ValueError as error:
         raise InputError("the request is not acceptable", why=str(error), fix="give a number of at least 1") from None

@@ -108,7 +108,7 @@ def stage_memory(
     for layer in plan.stage_layers(stage):
         strategy = plan.strategies[layer]
         arriving = _layout(mesh, plan.strategies[layer - 1]) if layer > first else mesh.boundary
-        shared, samples = shared_bytes(model, layer, plan.pp), plan.micro_batch / strategy.dp
+        shared, samples = shared_bytes(model, layer, plan.pp, strategy.tp), plan.micro_batch / strategy.dp
         relayout = layer > 0 and arriving != _layout(mesh, strategy)
         key = (model.layers[layer], strategy, samples, shared, relayout)
         if key not in known:

@@ -109,6 +109,8 @@ def plan_facts(plan: Plan) -> str:
             f"predicted peak {format_bytes(worst.peak_bytes)} on rank {plan.predicted.worst_rank} "
             f"of a budget of {format_bytes(budget_bytes)}: {parts}",
         ]
+    if plan.not_runnable:
+        lines.append(f"does not run yet: {'; '.join(plan.not_runnable)}")
     if plan.certificate is not None:
         certificate = plan.certificate
         how = "optimal" if certificate.status == "optimal" else f"within {max(certificate.gap, 1e-4):.2%} of optimal"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from autopar.errors import InputError
+from autopar.formats import omitted
 from autopar.strategy import Strategy
 
 Schedule = Literal["1f1b", "gpipe", "looped-bfs", "interleaved-1f1b", "interleaved-zero-bubble", "zbv", "dualpipev"]
@@ -111,7 +112,8 @@ class Request:
     global_batch: samples of one optimizer step over all ranks (a plan never changes it); sequence: tokens a sample;
     memory_bytes: the budget of one rank, None for what the cluster has; pp: the allowed numbers of stages, empty for
     all; num_micro_batches: likewise; pins and forbids: what layers must and must not take; max_strategies: at most so
-    many different ones over the blocks; tp_across_nodes: whether tensor parallelism may leave a node.
+    many different ones over the blocks; tp_across_nodes: whether tensor parallelism may leave a node;
+    allow_unrunnable: whether the plan may have parts that the runtime of this version cannot run.
     Raises ValueError for numbers below one.
     """
 
@@ -127,6 +129,7 @@ class Request:
     forbids: tuple[Forbid, ...] = ()
     max_strategies: int | None = None
     tp_across_nodes: bool = False
+    allow_unrunnable: bool = omitted(False)
 
     def __post_init__(self) -> None:
         for field in ("global_batch", "sequence", "memory_bytes", "max_strategies"):

@@ -39,6 +39,7 @@ class Options:
     forbids: tuple[str, ...] = ()
     max_strategies: int | None = None
     tp_across_nodes: bool = False
+    allow_unrunnable: bool = False
     verify: bool = False
     frontier: Path | None = None
     what_if: str | None = None
@@ -56,6 +57,7 @@ class Options:
             forbids=tuple(Forbid.parse(text) for text in self.forbids),
             max_strategies=self.max_strategies,
             tp_across_nodes=self.tp_across_nodes,
+            allow_unrunnable=self.allow_unrunnable,
         )
 
 

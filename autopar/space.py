@@ -5,16 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
+from math import gcd
 
 from autopar.axes import RankMesh, divisors
+from autopar.derived import local_cost
 from autopar.errors import InputError
-from autopar.legality import why_illegal
+from autopar.legality import why_illegal, why_not_runnable
 from autopar.measured import LayerProfile
 from autopar.model import LayerKind, ModelSpec
 from autopar.request import Forbid, Request
 from autopar.strategy import Recompute, Strategy
 
-_RECOMPUTE: tuple[Recompute, ...] = ("none", "full")
+_RECOMPUTE: tuple[Recompute, ...] = ("none", "full", "selective")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +51,7 @@ class StrategySpace:
         rejections = []
         for kind in model.kinds:
             legal[kind.name] = {}
-            for strategy in candidates(mesh):
+            for strategy in candidates(mesh, request.allow_unrunnable):
                 reason = why_not(strategy, kind, layers, mesh, request, micro_batch)
                 if reason is None:
                     legal[kind.name][strategy] = None
@@ -95,7 +97,8 @@ class StrategySpace:
         # Many layers share one row: what is done per strategy is done once a row.
         distinct = {id(row): row for row in chosen}
         used = {strategy for row in distinct.values() for strategy in row}
-        strategies = tuple(s for s in dict.fromkeys((*candidates(mesh), *sorted(used, key=str))) if s in used)
+        asked = (*candidates(mesh, request.allow_unrunnable), *sorted(used, key=str))
+        strategies = tuple(s for s in dict.fromkeys(asked) if s in used)
         place = {strategy: i for i, strategy in enumerate(strategies)}
         places = {name: tuple(sorted(place[s] for s in row)) for name, row in distinct.items()}
         return cls(
@@ -106,15 +109,35 @@ class StrategySpace:
 
 
 @lru_cache(maxsize=256)
-def candidates(mesh: RankMesh) -> tuple[Strategy, ...]:
-    """All strategies of a stage that are worth asking for, legal or not: dp x ZeRO x tp x norms x recompute."""
+def candidates(mesh: RankMesh, unrunnable: bool = False) -> tuple[Strategy, ...]:
+    """All strategies of a stage that are worth asking for, legal or not: each way to cut it over tp, sp, cp and dp.
+
+    sp is tried inside a node only; HSDP where the dp ranks span nodes, its shards inside the node. Without
+    `unrunnable` what no layer can run is left out.
+    """
     ranks, found = mesh.ranks_per_stage, []
+    inside = mesh.size(tuple(name for name in mesh.names if not name.startswith("n")))
     for tp in divisors(ranks):
-        dp = ranks // tp
-        for zero, norms, recompute in product((0, 2, 3), (False, True), _RECOMPUTE):
-            if (zero and dp == 1) or (norms and tp == 1):
-                continue
-            found.append(Strategy(dp=dp, zero=zero, tp=tp, sequence_norms=norms, recompute=recompute))
+        for sp in divisors(gcd(ranks // tp, inside)) if unrunnable else (1,):
+            for cp in divisors(ranks // tp // sp) if unrunnable else (1,):
+                dp = ranks // (tp * sp * cp)
+                local, rest = divmod(inside, tp * sp * cp)
+                shards = (None, local) if rest == 0 and 1 < local < dp else (None,)
+                for zero, norms, recompute, shard in product(range(4), (False, True), _RECOMPUTE, shards):
+                    if (zero and dp == 1) or (norms and tp == 1) or (shard and zero < 2):
+                        continue
+                    strategy = Strategy(
+                        dp=dp,
+                        zero=zero,
+                        shard=shard,
+                        tp=tp,
+                        sequence_norms=norms,
+                        sp=sp,
+                        cp=cp,
+                        recompute=recompute,
+                    )
+                    if unrunnable or why_not_runnable(strategy) is None:
+                        found.append(strategy)
     return tuple(found)
 
 
@@ -127,12 +150,19 @@ def why_not(
     micro_batch: int,
 ) -> str | None:
     """Why layers of this kind cannot take this strategy here: illegal or not measured; None when they can."""
-    reason = why_illegal(strategy, kind, mesh, micro_batch=micro_batch, sequence=request.sequence)
+    reason = why_illegal(
+        strategy,
+        kind,
+        mesh,
+        micro_batch=micro_batch,
+        sequence=request.sequence,
+        unrunnable=request.allow_unrunnable,
+    )
     if reason is None and not request.tp_across_nodes:
         crossed = [name for name in mesh.place(strategy).tp if name.startswith("n")]
         if crossed:
             reason = f"tp {strategy.tp} would leave its node; --tp-across-nodes allows it"
-    if reason is None and layers.find(kind.name, strategy.tp, strategy.sequence_norms) is None:
+    if reason is None and local_cost(layers, kind, strategy) is None:
         norms = " with sequence-parallel norms" if strategy.sequence_norms else ""
         measured = sorted({cost.tp for cost in layers.costs if cost.kind == kind.name})
         reason = f"{kind.name} was not measured at tp {strategy.tp}{norms} (measured: tp {measured})"

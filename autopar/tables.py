@@ -12,6 +12,7 @@ import numpy as np
 
 from autopar.axes import Layout, RankMesh
 from autopar.cluster import ClusterSpec
+from autopar.derived import local_bytes, local_cost
 from autopar.measured import LayerCost, LayerProfile, LinkProfile
 from autopar.memory import Unit, edge_bytes, lower_bound, upper_bound
 from autopar.model import ModelSpec
@@ -116,7 +117,8 @@ class Prices:
                     step_s = work.sync_s + work.optimizer_s
                     works[kind, s] = _ns(work.whole_forward_s + work.whole_backward_s + step_s / num_micro_batches)
                 row[s] = works[kind, s]
-                units[-1][s] = Unit.of(cost, strategy, samples, shared_bytes=shared)
+                mine = shared and shared_bytes(model, layer, pp, strategy.tp)
+                units[-1][s] = Unit.of(cost, strategy, samples, shared_bytes=mine)
             times.append(row)
 
         moved_bytes = activation_bytes(model, layers, micro_batch)
@@ -192,7 +194,7 @@ class Prices:
 
     def _bounds(self, memory: Memory, steady: bool) -> tuple[Int, Int, Int]:
         """[L, S] each: states, saved sets and transients, whatever the strategies of the other layers."""
-        gathered = [max((u.parameter_bytes for u in row.values() if u.zero), default=0) for row in self.units]
+        gathered = [max((u.parameter_bytes for u in row.values() if u.gathers), default=0) for row in self.units]
         outputs = [max(u.output_bytes for u in row.values()) for row in self.units]
         chain = [gathered[one] for one in self.classes]
         if memory == "upper":
@@ -220,8 +222,8 @@ class Prices:
                         unit,
                         optimizer=optimizer,
                         steady=steady,
-                        before_bytes=around[0] if unit.zero else 0,
-                        after_bytes=around[1] if unit.zero else 0,
+                        before_bytes=around[0] if unit.gathers else 0,
+                        after_bytes=around[1] if unit.gathers else 0,
                     )
                 else:
                     bound = upper_bound(
@@ -239,8 +241,8 @@ class Prices:
 
 
 def layer_cost(model: ModelSpec, layers: LayerProfile, layer: int, strategy: Strategy) -> LayerCost:
-    """What was measured of the layer at this place of the chain; ValueError when that strategy was not."""
-    cost = layers.find(model.layers[layer], strategy.tp, strategy.sequence_norms)
+    """The cost of the layer at this place of the chain under a strategy; ValueError when nothing says what it is."""
+    cost = local_cost(layers, model.kind(layer), strategy)
     if cost is None:
         raise ValueError(f"layer {model.layer_names[layer]} was not measured as {strategy}")
     return cost
@@ -258,16 +260,19 @@ def activation_bytes(model: ModelSpec, layers: LayerProfile, samples: float) -> 
     return max(inputs)
 
 
-def shared_bytes(model: ModelSpec, layer: int, pp: int) -> int:
-    """Bytes of a layer's parameters that are those of another layer of the same stage: the head's of a tied model."""
+def shared_bytes(model: ModelSpec, layer: int, pp: int, tp: int = 1) -> int:
+    """Bytes of a layer's parameters that are those of another layer of the same stage: the head's of a tied model.
+
+    tp: over how many ranks the vocabulary is cut.
+    """
     if not model.tied or pp > 1 or layer != len(model.layers) - 1:
         return 0
     embed = [(p.shape, p.dtype) for p in model.kind(0).parameters]
-    total = 0
-    for parameter in model.kind(layer).parameters:
+    total, kind = 0, model.kind(layer)
+    for parameter in kind.parameters:
         if (parameter.shape, parameter.dtype) in embed:
             embed.remove((parameter.shape, parameter.dtype))
-            total += parameter.size_bytes
+            total += local_bytes(parameter, kind, tp)
     return total
 
 

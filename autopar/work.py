@@ -8,7 +8,7 @@ from autopar import compute
 from autopar.axes import Layout, RankMesh
 from autopar.cluster import ClusterSpec
 from autopar.comm import boundary_shape, seconds, shape_of
-from autopar.measured import LayerCost, LinkProfile, Origin, weakest
+from autopar.measured import Collective, LayerCost, LinkProfile, Origin, weakest
 from autopar.request import Optimizer
 from autopar.strategy import Strategy
 
@@ -24,14 +24,17 @@ class Work:
     """Seconds of one layer on one rank.
 
     Of one micro-batch: forward_s, backward_s (compute; the backward with the recomputed forward), tp_forward_s,
-    tp_backward_s (collectives of the tp group), zero_forward_s, zero_backward_s (exposed gathers and
-    reduce-scatters). Once a step: sync_s (gradient all-reduce of replicas), optimizer_s.
+    tp_backward_s (collectives of the tp group), sequence_forward_s, sequence_backward_s (of the sp and cp groups),
+    zero_forward_s, zero_backward_s (exposed gathers and reduce-scatters). Once a step: sync_s (gradients of replicas;
+    ZeRO-1 also gathers the new parameters), optimizer_s.
     """
 
     forward_s: float
     backward_s: float
     tp_forward_s: float = 0.0
     tp_backward_s: float = 0.0
+    sequence_forward_s: float = 0.0
+    sequence_backward_s: float = 0.0
     zero_forward_s: float = 0.0
     zero_backward_s: float = 0.0
     sync_s: float = 0.0
@@ -41,12 +44,12 @@ class Work:
     @property
     def whole_forward_s(self) -> float:
         """The forward of one micro-batch with its collectives."""
-        return self.forward_s + self.tp_forward_s + self.zero_forward_s
+        return self.forward_s + self.tp_forward_s + self.sequence_forward_s + self.zero_forward_s
 
     @property
     def whole_backward_s(self) -> float:
         """The backward of one micro-batch with its collectives."""
-        return self.backward_s + self.tp_backward_s + self.zero_backward_s
+        return self.backward_s + self.tp_backward_s + self.sequence_backward_s + self.zero_backward_s
 
 
 def layer_work(
@@ -59,61 +62,70 @@ def layer_work(
     samples: float,
     optimizer: Optimizer,
 ) -> Work:
-    """The work of a layer with `samples` samples on each of its dp ranks.
+    """The work of a layer with `samples` samples on each dp rank; cost: of this strategy (see autopar.derived).
 
     ZeRO-2 and ZeRO-3 gather once for the forward of each micro-batch, ZeRO-3 again for the backward, and both
-    reduce-scatter in each backward, with HSDP followed by an all-reduce of the shards; replicas all-reduce their
-    gradients once a step.
+    reduce-scatter in each backward. Replicas of a shard, those of HSDP and the ranks of sp and cp, then all-reduce it.
+    Once a step replicas (dp, sp and cp) all-reduce their gradients; ZeRO-1 reduce-scatters them, and all-gathers the
+    new parameters.
     """
     place = mesh.place(strategy)
-    ranks_per_node = cluster.ranks_per_node
     forward, backward = compute.forward(cost, samples), compute.backward(cost, samples)
-    origins = [forward.origin, backward.origin]
+    origins = [cost.origin, forward.origin, backward.origin]
     recompute = strategy.recompute == "full"
 
-    tp_s = {"forward": 0.0, "backward": 0.0}
-    if strategy.tp > 1:
-        shape = shape_of(mesh, place.tp, ranks_per_node)
-        for call in cost.calls:
-            call_s = seconds(links, call.collective, shape, call.size_bytes.at(samples))
-            tp_s[call.phase] += call_s.seconds
-            origins.append(call_s.origin)
-        if recompute:
-            tp_s["backward"] += tp_s["forward"]
+    def over(names: tuple[str, ...], collective: Collective, size_bytes: float) -> float:
+        found = seconds(links, collective, shape_of(mesh, names, cluster.ranks_per_node), size_bytes)
+        origins.append(found.origin)
+        return found.seconds
+
+    groups = {"tp": place.tp, "sp": place.sp, "cp": place.cp}
+    calls_s = {(name, phase): 0.0 for name in ("tp", "sequence") for phase in ("forward", "backward")}
+    for call in cost.calls:
+        if names := groups[call.over]:
+            cause = "tp" if call.over == "tp" else "sequence"
+            calls_s[cause, call.phase] += over(names, call.collective, call.size_bytes.at(samples))
+    if recompute:
+        for cause in ("tp", "sequence"):
+            calls_s[cause, "backward"] += calls_s[cause, "forward"]
 
     backward_s = backward.seconds + (forward.seconds if recompute else 0.0)
     zero_forward_s = zero_backward_s = sync_s = 0.0
+    gradient_bytes, replicas = cost.trainable_bytes, _in_order(mesh, place.dp_replicate, place.sp, place.cp)
     if strategy.zero:
-        shape = shape_of(mesh, place.dp_shard, ranks_per_node)
-        gather = seconds(links, "all_gather", shape, cost.parameter_bytes)
-        scatter = seconds(links, "reduce_scatter", shape, cost.trainable_bytes)
-        origins += [gather.origin, scatter.origin]
-        again_s = gather.seconds if strategy.zero == 3 else 0.0
-        zero_forward_s = exposed_s(gather.seconds, forward.seconds, links)
-        reduce_s = scatter.seconds
-        if place.dp_replicate:
-            shared_bytes = cost.trainable_bytes / strategy.state_shards
-            across = seconds(links, "all_reduce", shape_of(mesh, place.dp_replicate, ranks_per_node), shared_bytes)
-            origins.append(across.origin)
-            reduce_s += across.seconds
-        zero_backward_s = exposed_s(again_s + reduce_s, backward_s, links)
-    elif strategy.dp > 1:
-        sync = seconds(links, "all_reduce", shape_of(mesh, place.dp, ranks_per_node), cost.trainable_bytes)
-        origins.append(sync.origin)
-        sync_s = sync.seconds
+        reduce_s = over(place.dp_shard, "reduce_scatter", gradient_bytes)
+        if replicas:
+            reduce_s += over(replicas, "all_reduce", gradient_bytes / strategy.state_shards)
+        if strategy.zero == 1:
+            sync_s = reduce_s + over(place.dp_shard, "all_gather", gradient_bytes)
+        else:
+            gather_s = over(place.dp_shard, "all_gather", cost.parameter_bytes)
+            zero_forward_s = exposed_s(gather_s, forward.seconds, links)
+            again_s = gather_s if strategy.zero == 3 else 0.0
+            zero_backward_s = exposed_s(again_s + reduce_s, backward_s, links)
+    elif replicas:
+        sync_s = over(replicas, "all_reduce", gradient_bytes)
 
     touched_bytes = cost.trainable_bytes / strategy.state_shards * ASSUMED_OPTIMIZER_ACCESSES[optimizer]
     return Work(
         forward_s=forward.seconds,
         backward_s=backward_s,
-        tp_forward_s=tp_s["forward"],
-        tp_backward_s=tp_s["backward"],
+        tp_forward_s=calls_s["tp", "forward"],
+        tp_backward_s=calls_s["tp", "backward"],
+        sequence_forward_s=calls_s["sequence", "forward"],
+        sequence_backward_s=calls_s["sequence", "backward"],
         zero_forward_s=zero_forward_s,
         zero_backward_s=zero_backward_s,
         sync_s=sync_s,
         optimizer_s=touched_bytes / ASSUMED_OPTIMIZER_BYTES_PER_S[cluster.device],
         origin=weakest(*origins),
     )
+
+
+def _in_order(mesh: RankMesh, *names: tuple[str, ...]) -> tuple[str, ...]:
+    """These axes together, in root order."""
+    wanted = {name for some in names for name in some}
+    return tuple(name for name in mesh.names if name in wanted)
 
 
 def exposed_s(comm_s: float, compute_s: float, links: LinkProfile) -> float:

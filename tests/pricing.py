@@ -19,7 +19,7 @@ from autopar.measured import (
     Provenance,
     TensorParallelCall,
 )
-from autopar.model import LayerKind, ModelSpec, Parameter
+from autopar.model import Attention, LayerKind, ModelSpec, Parameter
 from autopar.request import Request
 from autopar.strategy import Strategy
 
@@ -136,6 +136,7 @@ def model_file(
         tp_degrees=tp_degrees,
         tp_reason=f"heads {max(tp_degrees, default=1)}",
         sequence_norms=True,
+        attention=Attention(heads=4, kv_heads=4, head_dim=HIDDEN // 4),
     )
     head = LayerKind(
         name="head", role="head", class_name="Head", parameters=(Parameter(name="w", shape=(VOCAB, hidden)),)

@@ -37,6 +37,18 @@ def test_a_verified_search_with_bans_and_limits_records_them(here: Run, folder: 
     assert len(set(Plan.load(folder / "out.json").strategies[1:-1])) == 1
 
 
+def test_a_plan_that_cannot_run_yet_says_so_and_is_refused(here: Run, folder: Path) -> None:
+    done = here((*SEARCH, "16", "--allow-unrunnable", "--pin", "*: dp4-z1", "--pp", "1"))
+    assert done.returncode == 0, done.stderr
+    plan = Plan.load(folder / "out.json")
+    assert plan.request.allow_unrunnable
+    # Whoever makes a part run takes it from this list.
+    if plan.not_runnable:
+        assert "does not run yet" in done.stdout
+        for command in ("run", "verify"):
+            assert "search again without --allow-unrunnable" in refused(here, (command, "out.json"), folder, INPUT)
+
+
 def test_a_time_limit_of_nothing_is_exit_5(here: Run, folder: Path) -> None:
     assert "stopped before" in refused(here, (*SEARCH, "16", "--time-limit", "0"), folder, 5)
 

@@ -1,0 +1,179 @@
+"""What was not measured of a layer, from what was: a cut sequence, selective recompute, a cut vocabulary.
+
+`local_cost` gives the LayerCost of one rank under one strategy, so that time and memory have one source. All of it is
+`assumed`: counted, not measured. With n samples on a dp rank, S tokens a sample, b bytes an element, k = sp * cp:
+
+    compute        seconds and activations of n / k samples: Ulysses gives each rank S tokens of 1/sp of the heads,
+                   context parallelism (zigzag) 1/cp of the tokens and of the masked scores
+    Ulysses        all-to-all of queries, keys, values and output, forward and backward each, every one the rank's
+                   own n S / k tokens; one of them more is alive at the peaks
+    context        all-gather of keys and of values over cp in the forward, reduce-scatter of their gradients in the
+                   backward; the backward keeps the gathered ones, and both gradients while it works
+    selective      the core attention (scores, softmax, product with the values) keeps nothing but its inputs and
+                   output and runs again: its share of the FLOPs of a forward, 4 S heads head_dim a token
+    vocabulary     ceil(V / tp) rows of the matrix on each rank (padded). Embedding: seconds as whole, all-reduce of
+                   the output. Head: seconds and logits in proportion; all-reduces of the maximum, the sum of
+                   exponentials and the label's logit (4 bytes a token each), and of the input's gradient
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Literal
+
+from autopar.measured import Collective, LayerCost, LayerProfile, Line, TensorParallelCall
+from autopar.model import Attention, LayerKind, Parameter
+from autopar.strategy import Strategy
+from autopar.units import DTYPE_BYTES
+
+WHOLE_HEAD_INPUTS = 4
+"""Assumed: what a head keeps beside the logits, in copies of its input (Llama's norm keeps 8 bytes an element)."""
+
+LOSS_REDUCTIONS, LOSS_BYTES = 3, 4
+"""The maximum, the sum of exponentials and the label's logit: one float32 a token each."""
+
+_Phase = Literal["forward", "backward"]
+_Group = Literal["tp", "sp", "cp"]
+_BOTH: tuple[_Phase, ...] = ("forward", "backward")
+_PEAKS = ("forward_peak_bytes", "backward_peak_bytes")
+
+
+def local_cost(layers: LayerProfile, kind: LayerKind, strategy: Strategy) -> LayerCost | None:
+    """The cost of a layer of this kind on one rank under a strategy; samples stay those of a dp rank.
+
+    None where its tensor-parallel form was not measured and cannot be derived.
+    """
+    cost = layers.find(kind.name, strategy.tp, strategy.sequence_norms)
+    if kind.role != "block":
+        whole = layers.find(kind.name)
+        if cost is None and whole is not None and not strategy.sequence_norms:
+            cost = _with_cut_vocabulary(whole, kind, strategy.tp, layers.sequence)
+        return cost
+    if cost is None or (strategy.sp == strategy.cp == 1 and strategy.recompute != "selective"):
+        return cost
+    if kind.attention is None:
+        return None
+    sequence, element_bytes = layers.sequence, DTYPE_BYTES[layers.dtype]
+    if strategy.recompute == "selective":
+        cost = _with_core_again(cost, kind.attention, sequence, element_bytes)
+    if strategy.sp > 1 or strategy.cp > 1:
+        cost = _with_cut_sequence(cost, kind.attention, strategy, sequence * element_bytes)
+    return cost
+
+
+def _with_core_again(cost: LayerCost, attention: Attention, sequence: int, element_bytes: int) -> LayerCost:
+    """With the core attention recomputed: less is kept, its forward comes before the backward."""
+    share = min(1.0, core_flops(attention, sequence) / cost.tp / max(cost.flops.per_sample, 1.0))
+    dropped = core_bytes(attention, sequence, element_bytes) / cost.tp
+    # The layer's input stays whatever was assumed of its attention.
+    kept = max(min(cost.saved_bytes.per_sample, cost.input_bytes.per_sample), cost.saved_bytes.per_sample - dropped)
+    again = tuple(b + share * f for f, b in zip(cost.forward_s, cost.backward_s, strict=True))
+    return replace(cost, saved_bytes=replace(cost.saved_bytes, per_sample=kept), backward_s=again, origin="assumed")
+
+
+def core_flops(attention: Attention, sequence: int) -> float:
+    """FLOPs of the core attention of one sample, counted without the mask, as FLOP counters do."""
+    return 4.0 * sequence**2 * attention.heads * attention.head_dim
+
+
+def core_bytes(attention: Attention, sequence: int, element_bytes: int) -> float:
+    """Bytes that only the core attention keeps of one sample.
+
+    Fused: the logarithm of the sum of exponentials, 4 bytes a head and token. Not fused: the softmax in float32 and,
+    where the layer computes in less, its copy.
+    """
+    if attention.fused:
+        return 4.0 * attention.heads * sequence
+    return float((4 + (element_bytes if element_bytes < 4 else 0)) * attention.heads * sequence**2)
+
+
+def _with_cut_sequence(cost: LayerCost, attention: Attention, strategy: Strategy, token_bytes: int) -> LayerCost:
+    """With 1/(sp * cp) of the tokens on a rank; token_bytes: of one channel of one sample, whole."""
+    cut = strategy.sp * strategy.cp
+    channel = token_bytes * attention.head_dim / cost.tp
+    query, key = channel * attention.heads / cut, channel * attention.kv_heads / cut
+    lines = ("input_bytes", "output_bytes", "saved_bytes", *_PEAKS, "flops")
+    scaled: dict[str, Any] = {name: _scaled(getattr(cost, name), 1 / cut) for name in lines}
+    calls = [replace(call, size_bytes=_scaled(call.size_bytes, 1 / cut)) for call in cost.calls]
+    if strategy.sp > 1:
+        for phase in _BOTH:
+            calls += [_call("all_to_all", phase, size, "sp") for size in (query, key, key, query)]
+        for name in _PEAKS:
+            scaled[name] = _plus(scaled[name], query)
+    if strategy.cp > 1:
+        gathered = key * strategy.cp
+        calls += [_call("all_gather", "forward", gathered, "cp")] * 2
+        calls += [_call("reduce_scatter", "backward", gathered, "cp")] * 2
+        for name in ("saved_bytes", *_PEAKS):
+            scaled[name] = _plus(scaled[name], 2 * (gathered - key))
+        scaled["backward_peak_bytes"] = _plus(scaled["backward_peak_bytes"], 2 * gathered)
+    return replace(
+        cost,
+        # The seconds of n samples are those of cut * n samples of 1/cut of the tokens.
+        samples=tuple(n * cut for n in cost.samples),
+        calls=tuple(calls),
+        origin="assumed",
+        **scaled,
+    )
+
+
+def _with_cut_vocabulary(cost: LayerCost, kind: LayerKind, tp: int, sequence: int) -> LayerCost | None:
+    """The embedding or head with its rows cut over tp ranks; None where it has no matrix of rows."""
+    if kind.vocabulary is None:
+        return None
+    rows = kind.vocabulary.shape[0]
+    share = -(-rows // tp) / rows
+    away_bytes, away_trainable_bytes = (
+        sum(p.size_bytes - local_bytes(p, kind, tp) for p in kind.parameters if p.trainable or not trained)
+        for trained in (False, True)
+    )
+    largest = max(local_bytes(p, kind, tp) for p in kind.parameters)
+    parameter_bytes = max(0, cost.parameter_bytes - away_bytes)
+    changed: dict[str, Any] = {}
+    entering, leaving = cost.input_bytes.per_sample, cost.output_bytes.per_sample
+    if kind.role == "head":
+        for name in ("forward_s", "backward_s"):
+            changed[name] = tuple(seconds * share for seconds in getattr(cost, name))
+        for name in ("saved_bytes", *_PEAKS):
+            line: Line = getattr(cost, name)
+            kept = min(line.per_sample, WHOLE_HEAD_INPUTS * entering)
+            changed[name] = Line(fixed=line.fixed * share, per_sample=kept + (line.per_sample - kept) * share)
+        calls = [_call("all_reduce", "forward", LOSS_BYTES * sequence, "tp")] * LOSS_REDUCTIONS
+        calls.append(_call("all_reduce", "backward", entering, "tp"))
+    else:
+        # The gradient of the matrix is dense.
+        peak = cost.backward_peak_bytes
+        changed["backward_peak_bytes"] = replace(peak, fixed=peak.fixed * share)
+        calls = [_call("all_reduce", "forward", leaving, "tp")]
+    return replace(
+        cost,
+        tp=tp,
+        parameter_bytes=parameter_bytes,
+        trainable_bytes=max(0, cost.trainable_bytes - away_trainable_bytes),
+        largest_parameter_bytes=min(cost.largest_parameter_bytes, largest, parameter_bytes),
+        flops=_scaled(cost.flops, share),
+        calls=tuple(calls),
+        origin="assumed",
+        **changed,
+    )
+
+
+def local_bytes(parameter: Parameter, kind: LayerKind, tp: int) -> int:
+    """Bytes of a parameter of an embedding or head on one of tp ranks: its rows, where it has one for each token."""
+    rows = kind.vocabulary.shape[0] if kind.vocabulary is not None else 0
+    if not rows or parameter.shape[:1] != (rows,):
+        return parameter.size_bytes
+    return parameter.size_bytes // rows * -(-rows // tp)
+
+
+def _call(collective: Collective, phase: _Phase, sample_bytes: float, over: _Group) -> TensorParallelCall:
+    size = Line(fixed=0.0, per_sample=sample_bytes)
+    return TensorParallelCall(collective=collective, phase=phase, size_bytes=size, over=over)
+
+
+def _scaled(line: Line, factor: float) -> Line:
+    return replace(line, per_sample=line.per_sample * factor)
+
+
+def _plus(line: Line, more: float) -> Line:
+    return replace(line, per_sample=line.per_sample + more)

@@ -1,0 +1,232 @@
+"""Costs that no profile holds, counted by hand: bytes and collectives of a layer, on textbook links."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autopar.axes import RankMesh
+from autopar.derived import local_cost
+from autopar.measured import LayerCost, LayerProfile
+from autopar.memory import Unit, walk
+from autopar.model import Attention, LayerKind
+from autopar.pipeline import actions
+from autopar.strategy import Strategy
+from autopar.work import Work, layer_work
+from tests.pricing import ALPHA_S, BYTES_PER_S, HIDDEN, SEQUENCE, VOCAB, cluster_file, curve_s, model_file
+
+FILE, MODEL = cluster_file(), model_file()
+MESH = RankMesh.of(world_size=4)
+KINDS = {kind.name: kind for kind in MODEL.model.kinds}
+TOKEN = HIDDEN * 4
+"""Bytes of one channel-wide float32 activation of one token; the block has 4 heads of 16 and as many kv heads."""
+
+
+def _cost(short: str, kind: LayerKind = KINDS["block"], layers: LayerProfile = MODEL.layers) -> LayerCost:
+    cost = local_cost(layers, kind, Strategy.parse(short))
+    assert cost is not None
+    return cost
+
+
+def _work(short: str, samples: float = 4, kind: LayerKind = KINDS["block"], mesh: RankMesh = MESH) -> Work:
+    return layer_work(
+        _cost(short, kind),
+        Strategy.parse(short),
+        mesh=mesh,
+        cluster=FILE.cluster,
+        links=FILE.links,
+        samples=samples,
+        optimizer="adamw",
+    )
+
+
+def _s(collective: str, ranks: int, size: float) -> float:
+    return curve_s(collective, ranks, size, alpha_s=ALPHA_S, bytes_per_s=BYTES_PER_S)  # type: ignore[arg-type]
+
+
+def test_ulysses_exchanges_queries_keys_values_and_output_each_way() -> None:
+    """4 samples of 32 tokens, half of them on a rank: 4 x 16 tokens of 256 bytes, four times each way."""
+    work = _work("dp2-sp2")
+    one_s = _s("all_to_all", 2, 4 * SEQUENCE // 2 * TOKEN)
+    assert work.sequence_forward_s == pytest.approx(4 * one_s, rel=0.03)
+    assert work.sequence_backward_s == pytest.approx(4 * one_s, rel=0.03)
+    assert _work("dp2-sp2-r").sequence_backward_s == pytest.approx(8 * one_s, rel=0.03)
+    assert work.tp_forward_s == 0.0
+    assert work.origin == "assumed"
+
+
+def test_fewer_kv_heads_exchange_less() -> None:
+    grouped = replace(KINDS["block"], attention=Attention(heads=4, kv_heads=2, head_dim=16))
+    sizes = [call.size_bytes.per_sample for call in _cost("dp2-sp2", grouped).calls if call.over == "sp"]
+    half = SEQUENCE // 2 * TOKEN
+    assert sizes == [half, half // 2, half // 2, half] * 2
+
+
+def test_context_parallel_gathers_keys_and_values_and_scatters_their_gradients() -> None:
+    work = _work("dp2-cp2")
+    whole = 4 * SEQUENCE * TOKEN
+    assert work.sequence_forward_s == pytest.approx(2 * _s("all_gather", 2, whole), rel=0.03)
+    assert work.sequence_backward_s == pytest.approx(2 * _s("reduce_scatter", 2, whole), rel=0.03)
+    # With both, a rank holds half of the heads: the gathered keys are half as large.
+    both = [call for call in _cost("sp2-cp2").calls if call.over == "cp"]
+    assert [call.size_bytes.per_sample for call in both] == [SEQUENCE * TOKEN / 2] * 4
+
+
+@pytest.mark.parametrize("short", ["dp2-sp2", "dp2-cp2"])
+def test_a_cut_sequence_divides_the_compute(short: str) -> None:
+    """Half of the tokens of 4 samples are as many as 2 samples have."""
+    cut, half = _work(short), _work("dp4", 2)
+    assert (cut.forward_s, cut.backward_s) == pytest.approx((half.forward_s, half.backward_s))
+
+
+@pytest.mark.parametrize(("short", "ranks"), [("dp2-sp2", 4), ("sp4", 4), ("cp4", 4), ("tp2-sp2", 2), ("sp2-cp2", 4)])
+def test_gradients_are_summed_over_all_that_hold_the_parameters(short: str, ranks: int) -> None:
+    cost = _cost(short)
+    assert _work(short).sync_s == pytest.approx(_s("all_reduce", ranks, cost.trainable_bytes), rel=0.03)
+
+
+def test_zero_shards_over_dp_and_repeats_over_sp() -> None:
+    size = _cost("dp2-z3-sp2").parameter_bytes
+    gather, scatter = _s("all_gather", 2, size), _s("reduce_scatter", 2, size)
+    across = _s("all_reduce", 2, size / 2)
+    work = _work("dp2-z3-sp2")
+    assert work.zero_forward_s == pytest.approx(gather, rel=0.03)
+    assert work.zero_backward_s == pytest.approx(gather + scatter + across, rel=0.03)
+    assert work.sync_s == 0.0
+
+
+def test_zero_1_scatters_gradients_and_gathers_parameters_once_a_step() -> None:
+    size = _cost("dp4").trainable_bytes
+    work, plain = _work("dp4-z1"), _work("dp4")
+    assert work.sync_s == pytest.approx(_s("reduce_scatter", 4, size) + _s("all_gather", 4, size), rel=0.03)
+    assert (work.zero_forward_s, work.zero_backward_s) == (0.0, 0.0)
+    assert work.optimizer_s == pytest.approx(plain.optimizer_s / 4)
+
+
+def test_hsdp_stays_in_its_node_but_for_the_shards() -> None:
+    """Two nodes of two: gathers and scatters between the ranks of a node, a half all-reduced between nodes."""
+    mesh = RankMesh.of(world_size=4, ranks_per_node=2)
+    size = _cost("dp4-z3-h2").parameter_bytes
+    work = _work("dp4-z3-h2", mesh=mesh)
+    gather, scatter = _s("all_gather", 2, size), _s("reduce_scatter", 2, size)
+    assert work.zero_forward_s == pytest.approx(gather, rel=0.03)
+    assert work.zero_backward_s == pytest.approx(gather + scatter + _s("all_reduce", 2, size / 2), rel=0.03)
+    assert mesh.place(Strategy.parse("dp4-z3-h2")).dp_shard == ("a0",)
+
+
+def _peak(short: str, samples: float = 4, kind: LayerKind = KINDS["block"], count: int = 3):
+    unit = Unit.of(_cost(short, kind), Strategy.parse(short), samples)
+    return walk([unit] * count, actions("1f1b", 1, 0, 2), optimizer="adamw")
+
+
+def test_zero_1_cuts_the_optimizer_alone() -> None:
+    size = _cost("dp4").parameter_bytes
+    parts = [_peak(short).parts_bytes for short in ("dp4", "dp4-z1")]
+    assert [part["parameters"] for part in parts] == [3 * size] * 2
+    assert [part["optimizer"] for part in parts] == [3 * 2 * size, 3 * 2 * size // 4]
+    assert parts[0]["gradients"] == parts[1]["gradients"]
+
+
+def test_a_cut_sequence_keeps_its_part() -> None:
+    plain, ulysses, context = (_cost(short) for short in ("dp4", "dp2-sp2", "dp2-cp2"))
+    kept = plain.saved_bytes.at(4)
+    assert ulysses.saved_bytes.at(4) == kept / 2
+    # Keys and values are kept gathered: the other rank's half of both.
+    assert context.saved_bytes.at(4) == kept / 2 + 2 * 4 * SEQUENCE // 2 * TOKEN
+    assert ulysses.parameter_bytes == context.parameter_bytes == plain.parameter_bytes
+    assert ulysses.forward_peak_bytes.at(4) == plain.forward_peak_bytes.at(2) + 4 * SEQUENCE // 2 * TOKEN
+    more = (2 + 4) * 4 * SEQUENCE // 2 * TOKEN
+    assert context.backward_peak_bytes.at(4) == plain.backward_peak_bytes.fixed + more + (
+        plain.backward_peak_bytes.per_sample * 2
+    )
+
+
+def test_selective_recompute_runs_the_core_attention_again() -> None:
+    """Scores and their product with the values: 4 x 32 x 32 x 64 FLOPs a sample, of all FLOPs of a forward."""
+    plain, again = _work("dp4"), _work("dp4-rs")
+    share = 4 * SEQUENCE**2 * HIDDEN / _cost("dp4").flops.per_sample
+    assert again.forward_s == plain.forward_s
+    assert again.backward_s == pytest.approx(plain.backward_s + share * plain.forward_s)
+
+
+def test_selective_recompute_drops_what_only_the_core_keeps() -> None:
+    whole = _cost("dp4").saved_bytes.at(2)
+    assert whole - _cost("dp4-rs").saved_bytes.at(2) == 2 * 4 * 4 * SEQUENCE  # 4 bytes a head and token
+    unfused = replace(KINDS["block"], attention=Attention(heads=4, kv_heads=4, head_dim=16, fused=False))
+    scores = 2 * 4 * SEQUENCE**2 * 4
+    assert whole - _cost("dp4-rs", unfused).saved_bytes.at(2) == scores
+    # The core's part is back while the layer works backwards: one layer gains nothing, three gain twice.
+    plain, again = (_peak(short, 2, unfused).peak_bytes for short in ("dp4", "dp4-rs"))
+    assert plain - again == 2 * scores
+    assert _peak("dp4", 2, unfused, 1).peak_bytes == _peak("dp4-rs", 2, unfused, 1).peak_bytes
+
+
+@pytest.mark.parametrize(("tp", "rows"), [(2, 128), (4, 64), (3, 86)])
+def test_a_vocabulary_is_cut_by_rows_and_padded(tp: int, rows: int) -> None:
+    """256 rows of 64 elements over 3 ranks: 86 each, two of them padding."""
+    for role in ("embed", "head"):
+        cost = local_cost(MODEL.layers, KINDS[role], Strategy(tp=tp))
+        assert cost is not None
+        assert cost.parameter_bytes == rows * TOKEN
+        assert cost.trainable_bytes == rows * TOKEN
+
+
+def test_a_cut_embedding_sums_its_output() -> None:
+    work = _work("dp2-tp2", kind=KINDS["embed"])
+    output = _cost("dp4", KINDS["embed"]).output_bytes.at(4)
+    assert work.tp_forward_s == pytest.approx(_s("all_reduce", 2, output), rel=0.03)
+    assert work.tp_backward_s == 0.0
+    assert work.sync_s == pytest.approx(_s("all_reduce", 2, VOCAB // 2 * TOKEN), rel=0.03)
+
+
+def test_a_cut_head_reduces_three_numbers_a_token_and_the_gradient_of_its_input() -> None:
+    work, whole = _work("dp2-tp2", kind=KINDS["head"]), _work("dp4", kind=KINDS["head"])
+    assert work.tp_forward_s == pytest.approx(3 * _s("all_reduce", 2, 4 * SEQUENCE * 4), rel=0.05)
+    assert work.tp_backward_s == pytest.approx(_s("all_reduce", 2, 4 * SEQUENCE * TOKEN), rel=0.03)
+    assert (work.forward_s, work.backward_s) == pytest.approx((whole.forward_s / 2, whole.backward_s / 2))
+    plain, cut = (_cost(short, KINDS["head"]) for short in ("dp4", "dp2-tp2"))
+    kept = 4 * plain.input_bytes.per_sample
+    assert cut.saved_bytes.per_sample == kept + (plain.saved_bytes.per_sample - kept) / 2
+
+
+SHARDED = (
+    ("dp4", "dp4-z1", "dp4-z2", "dp4-z3"),
+    ("dp4-z3-h2", "dp4-z3"),
+    ("dp4-z2-h2", "dp4-z2"),
+    ("dp4", "dp4-z1-h2", "dp4-z1"),
+    ("dp4", "dp4-rs"),
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from(SHARDED), st.sampled_from((1, 2, 4, 8)), st.integers(1, 4))
+def test_more_shards_never_need_more_memory(shorts: tuple[str, ...], samples: int, count: int) -> None:
+    """States only: what ZeRO-2 and 3 gather and scatter is beside them."""
+    peaks = [_peak(short, samples, count=count) for short in shorts]
+    states = [sum(p.parts_bytes[part] for part in ("parameters", "gradients", "optimizer")) for p in peaks]
+    assert states == sorted(states, reverse=True)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from(("sp", "cp")), st.sampled_from((1, 2, 4)), st.sampled_from((1, 2, 4)))
+def test_a_finer_cut_of_the_sequence_never_needs_more(axis: str, dp: int, samples: int) -> None:
+    """The same samples on a dp rank, over 1, 2 and 4 ranks of sp or cp."""
+    costs = [_cost(Strategy(dp=dp, **{axis: degree}).short) for degree in (1, 2, 4)]
+    for name in ("saved_bytes", "input_bytes", "forward_peak_bytes", "backward_peak_bytes"):
+        lines = [getattr(cost, name).at(samples) for cost in costs[0 if name != "backward_peak_bytes" else 1 :]]
+        assert lines == sorted(lines, reverse=True), name
+
+
+FORMS = ("dp4", "dp4-z1", "dp4-z3-h2", "dp2-sp2", "sp4-rs", "dp2-cp2-r", "sp2-cp2", "dp2-z3-sp2", "tp2-sp2")
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(FORMS), st.floats(0.25, 16), st.floats(1, 4))
+def test_time_and_memory_never_fall_with_samples(short: str, samples: float, factor: float) -> None:
+    few, many = _work(short, samples), _work(short, samples * factor)
+    for name in ("whole_forward_s", "whole_backward_s", "sync_s"):
+        assert getattr(few, name) <= getattr(many, name) * (1 + 1e-9)
+    assert _peak(short, samples).peak_bytes <= _peak(short, samples * factor).peak_bytes
