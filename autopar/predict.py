@@ -178,8 +178,8 @@ def _stage_work(
         work = known[key]
         forward["compute"] += work.forward_s
         backward["compute"] += work.backward_s
-        forward["tp_communication"] += work.tp_forward_s
-        backward["tp_communication"] += work.tp_backward_s
+        forward["tp_communication"] += work.tp_forward_s + work.sequence_forward_s
+        backward["tp_communication"] += work.tp_backward_s + work.sequence_backward_s
         forward["zero_communication"] += work.zero_forward_s
         backward["zero_communication"] += work.zero_backward_s
         sync_s += work.sync_s

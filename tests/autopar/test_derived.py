@@ -14,9 +14,11 @@ from autopar.measured import LayerCost, LayerProfile
 from autopar.memory import Unit, walk
 from autopar.model import Attention, LayerKind
 from autopar.pipeline import actions
+from autopar.plan import Plan, PlanCluster, PlanModel
+from autopar.predict import predict
 from autopar.strategy import Strategy
 from autopar.work import Work, layer_work
-from tests.pricing import ALPHA_S, BYTES_PER_S, HIDDEN, SEQUENCE, VOCAB, cluster_file, curve_s, model_file
+from tests.pricing import ALPHA_S, BYTES_PER_S, HIDDEN, SEQUENCE, VOCAB, cluster_file, curve_s, model_file, request
 
 FILE, MODEL = cluster_file(), model_file()
 MESH = RankMesh.of(world_size=4)
@@ -230,3 +232,29 @@ def test_time_and_memory_never_fall_with_samples(short: str, samples: float, fac
     for name in ("whole_forward_s", "whole_backward_s", "sync_s"):
         assert getattr(few, name) <= getattr(many, name) * (1 + 1e-9)
     assert _peak(short, samples).peak_bytes <= _peak(short, samples * factor).peak_bytes
+
+
+@pytest.mark.parametrize("short", ["dp2-sp2", "dp2-z3-cp2-r", "dp4-z1", "dp4-rs", "sp2-cp2"])
+def test_the_simulated_step_holds_all_that_a_layer_takes(short: str) -> None:
+    """One stage: every second of every layer, micro-batch by micro-batch, and what comes once."""
+    strategies = [Strategy.parse(text) for text in ("dp2-tp2", short, short, "dp4-z1")]
+    plan = Plan(
+        model=PlanModel(name="m", source="m", fingerprint="0" * 16),
+        cluster=PlanCluster(name="c", device="cpu", world_size=4, ranks_per_node=4, memory_bytes=1 << 30),
+        request=request(allow_unrunnable=True),
+        pp=1,
+        schedule="1f1b",
+        num_micro_batches=2,
+        layers_per_stage=(4,),
+        strategies=tuple(strategies),
+        versions={},
+    )
+    found = predict(plan, MODEL.model, MODEL.layers, FILE.cluster, FILE.links)
+    works = [
+        _work(strategy.short, 8 / strategy.dp, MODEL.model.kind(layer)) for layer, strategy in enumerate(strategies)
+    ]
+    layers_s = sum(2 * (work.whole_forward_s + work.whole_backward_s) + work.sync_s for work in works)
+    assert found.step_s >= layers_s + max(work.optimizer_s for work in works)
+    rest = {name: s for name, s in found.parts_s.items() if name not in ("relayout", "clip", "optimizer")}
+    assert sum(rest.values()) == pytest.approx(layers_s)
+    assert found.origin == "assumed"
