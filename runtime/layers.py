@@ -22,10 +22,11 @@ from autopar.runtime.randomness import BlockStream, agreed_seed
 from autopar.runtime.relayout import GroupOf, relayout
 from autopar.runtime.rows import own_rows
 from autopar.runtime.spec import DescribedModel
-from autopar.runtime.stage import StageBody
+from autopar.runtime.stage import LossFunction, StageBody, StageModule, same_tensors_again
 from autopar.runtime.stepping import stand_in
 from autopar.runtime.structure import Probe, Structure
 from autopar.runtime.zero import owners, shard_modules, shard_root
+from autopar.schedules import SPLIT_BACKWARD
 from autopar.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -34,41 +35,57 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LocalLayers:
-    """What one rank runs: the body of its stage, and the parameters that it holds."""
+    """What one rank runs: its stages by their number, in the order of the chain, and the parameters that it holds."""
 
-    body: StageBody
+    stages: dict[int, StageModule]
     held: tuple[HeldParameter, ...]
 
 
 def place_layers(
-    model: nn.Module, plan: Plan, found: Probe, described: DescribedModel, groups: RankGroups
+    model: nn.Module, plan: Plan, found: Probe, described: DescribedModel, groups: RankGroups, loss: LossFunction
 ) -> LocalLayers:
-    """The layers of this rank's stage under their strategies; changes the model in place."""
+    """The layers of this rank's stages under their strategies; changes the model in place.
+
+    Further stages of this rank get trees of modules of their own, which hold the same model's other layers.
+    """
     mesh, structure = plan.mesh, found.structure
     groups.prepare(mesh.place(strategy) for strategy in plan.strategies)
     tied = _tied_parameters(model, structure)
-    body = StageBody(model, structure, plan.stage_layers(groups.stage))
-    block_plans = _cut_blocks(body, plan, found, described, groups)
-    for number, block in body.blocks().items():
-        if plan.strategies[number + 1].recompute == "full":
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-    _attach_relayouts(body, plan, groups)
-    _attach_streams(body, plan, groups)
-    _shard(body, plan, groups)
-    body.attach_ends()
-    return LocalLayers(body=body, held=tuple(_held(body, plan, groups, block_plans, tied)))
+    seed = agreed_seed()
+    numbers = plan.stages_of_rank(groups.stage)
+    models = [model, *(same_tensors_again(model) for _ in numbers[1:])]
+    stages: dict[int, StageModule] = {}
+    block_plans: dict[int, BlockPlan] = {}
+    checked: set[Any] = set()
+    for number, tree in zip(numbers, models, strict=True):
+        body = StageBody(tree, structure, plan.stage_layers(number))
+        stages[number] = StageModule(body, loss)
+        block_plans |= _cut_blocks(body, plan, found, described, groups, checked)
+        for place, block in body.blocks().items():
+            if plan.strategies[place + 1].recompute == "full":
+                block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        _attach_relayouts(body, plan, groups)
+        _attach_streams(body, plan, groups, seed)
+        _shard(stages[number], plan, groups)
+        body.attach_ends()
+    return LocalLayers(stages=stages, held=tuple(_held(stages, plan, groups, block_plans, tied)))
 
 
 def _cut_blocks(
-    body: StageBody, plan: Plan, found: Probe, described: DescribedModel, groups: RankGroups
+    body: StageBody,
+    plan: Plan,
+    found: Probe,
+    described: DescribedModel,
+    groups: RankGroups,
+    checked: set[Any],
 ) -> dict[int, BlockPlan]:
     """The plans of the tensor-parallel blocks of the stage by number, after cutting each for this rank.
 
-    Each distinct plan is first checked on the real ranks, every gradient against the unsharded block.
+    Each distinct plan is first checked on the real ranks, every gradient against the unsharded block. checked: those
+    that were, also on earlier stages.
     """
     mesh = plan.mesh
     cut: dict[int, BlockPlan] = {}
-    checked = set()
     for number, block in body.blocks().items():
         strategy, kind = plan.strategies[number + 1], body.structure.kinds[number]
         if strategy.tp == 1:
@@ -164,9 +181,8 @@ def _exit(structure: Structure, source: Layout, target: Layout, group_of: GroupO
     return hook
 
 
-def _attach_streams(body: StageBody, plan: Plan, groups: RankGroups) -> None:
+def _attach_streams(body: StageBody, plan: Plan, groups: RankGroups, seed: int) -> None:
     """A random stream for each block, the same on the ranks that hold the same samples."""
-    seed = agreed_seed()
     for number, block in body.blocks().items():
         axes = plan.mesh.place(plan.strategies[number + 1]).dp
         place = plan.mesh.group(groups.rank, axes).index(groups.rank)
@@ -181,8 +197,9 @@ def _modules_of(body: StageBody, layer: int) -> list[nn.Module]:
     return owners(body.model, structure.embed_parameters if layer == 0 else structure.head_parameters)
 
 
-def _shard(body: StageBody, plan: Plan, groups: RankGroups) -> None:
+def _shard(stage: StageModule, plan: Plan, groups: RankGroups) -> None:
     """Wrap the ZeRO layers of the stage; embedding and head go together when they share parameters."""
+    body = stage.body
     mesh, structure = plan.mesh, body.structure
     last = structure.num_blocks + 1
     sharded = [layer for layer in body.layers if plan.strategies[layer].zero >= 2]
@@ -206,7 +223,8 @@ def _shard(body: StageBody, plan: Plan, groups: RankGroups) -> None:
             shard_modules(modules, device_mesh, keep_unsharded=strategy.zero == 2)
     named = {id(p) for layer in sharded for p in structure.layer_parameters(body.model, layer).values()}
     ignored = {p for p in body.parameters() if id(p) not in named}
-    shard_root(body, groups.mesh_along(mesh.names), ignored)
+    split = plan.pp > 1 and plan.schedule in SPLIT_BACKWARD
+    shard_root(stage if split else body, groups.mesh_along(mesh.names), ignored)
 
 
 def _contains_blocks(module: nn.Module, body: StageBody) -> bool:
@@ -215,18 +233,19 @@ def _contains_blocks(module: nn.Module, body: StageBody) -> bool:
 
 
 def _held(
-    body: StageBody,
+    stages: Mapping[int, StageModule],
     plan: Plan,
     groups: RankGroups,
     block_plans: Mapping[int, BlockPlan],
     tied: Mapping[str, tuple[str, ...]],
 ) -> list[HeldParameter]:
-    """Every parameter of the stage once, under the name of the first layer that uses it."""
-    mesh, structure = plan.mesh, body.structure
+    """Every parameter of the stages once, under the name of the first layer that uses it."""
+    mesh = plan.mesh
     found: list[HeldParameter] = []
     seen: set[int] = set()
-    across = plan.pp > 1
-    for layer in body.layers:
+    across = plan.num_stages > 1
+    for body, layer in ((stage.body, layer) for stage in stages.values() for layer in stage.body.layers):
+        structure = body.structure
         strategy = plan.strategies[layer]
         placed = mesh.place(strategy)
         prefix = structure.block_path(layer - 1) + "." if 0 < layer <= structure.num_blocks else ""

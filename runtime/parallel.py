@@ -34,6 +34,7 @@ from autopar.runtime.stage import LossFunction, StageModule
 from autopar.runtime.stepping import follow_steps
 from autopar.runtime.structure import Probe, probe
 from autopar.runtime.world import equalise, join_world, same_use
+from autopar.schedules import V_SHAPED
 
 _PROBE_SAMPLES, _PROBE_TOKENS = 3, 8
 
@@ -65,8 +66,8 @@ def parallelize(
     plan.check(described.spec)
     loss = loss or own_loss(model, batch)
     groups = RankGroups(plan.mesh, plan.cluster.device)
-    layers = place_layers(model, plan, found, described, groups)
-    return ParallelModel(plan, found, groups, layers, loss, probe_tokens=_tokens(batch))
+    layers = place_layers(model, plan, found, described, groups, loss)
+    return ParallelModel(plan, found, groups, layers, probe_tokens=_tokens(batch))
 
 
 class ParallelModel(nn.Module):
@@ -83,17 +84,17 @@ class ParallelModel(nn.Module):
         found: Probe,
         groups: RankGroups,
         layers: LocalLayers,
-        loss: LossFunction,
         *,
         probe_tokens: int | None,
     ) -> None:
         super().__init__()
         self.plan = plan
-        self.stage = StageModule(layers.body, loss)
+        self.stages = nn.ModuleList(layers.stages.values())
+        self._stage_numbers = tuple(layers.stages)
         self.held: tuple[HeldParameter, ...] = layers.held
         self._structure, self._groups = found.structure, groups
         self._hidden_shape, self._probe_tokens = found.hidden_shape, probe_tokens
-        self._tied_group = groups.ends() if plan.pp > 1 and found.structure.tied else None
+        self._tied_across = plan.num_stages > 1 and found.structure.tied
         self._pipeline_group = groups.pipeline() if plan.pp > 1 else None
         self._pipeline: Pipeline | None = None
         self._steps = 0
@@ -123,9 +124,19 @@ class ParallelModel(nn.Module):
         return hook
 
     @property
+    def stage(self) -> StageModule:
+        """The first stage of this rank; the only one unless the schedule gives each rank several."""
+        stage = self.stages[0]
+        assert isinstance(stage, StageModule)
+        return stage
+
+    @property
     def model(self) -> nn.Module:
-        """The wrapped model, with its own parameter names."""
+        """The wrapped model, with its own parameter names; of several stages of this rank, the first one's part."""
         return self.stage.body.model
+
+    def _stages(self) -> list[StageModule]:
+        return [stage for stage in self.stages if isinstance(stage, StageModule)]
 
     @property
     def device(self) -> torch.device:
@@ -205,7 +216,8 @@ class ParallelModel(nn.Module):
                 fix="cut the global batch with model.shard_batch",
             )
         self._reduce_in_backward = False
-        self.stage.reset()
+        for stage in self._stages():
+            stage.reset()
         if self.plan.pp > 1:
             self._pipelined(batch)
         else:
@@ -220,9 +232,8 @@ class ParallelModel(nn.Module):
         if self._pipeline is None:
             assert self._pipeline_group is not None
             self._pipeline = Pipeline(
-                module=self.stage,
-                stage=self._groups.stage,
-                num_stages=self.plan.pp,
+                modules=dict(zip(self._stage_numbers, self._stages(), strict=True)),
+                num_stages=self.plan.num_stages,
                 schedule=self.plan.schedule,
                 num_micro_batches=self.plan.num_micro_batches,
                 group=self._pipeline_group,
@@ -256,10 +267,10 @@ class ParallelModel(nn.Module):
         if self._steps == 0:
             check_gradients_present(self.held, self._groups.along(self.plan.mesh.names))
         reduce_gradients(self.held)
-        if self._tied_group is not None:
+        if self._tied_across:
             self._sum_tied()
         sums = torch.zeros(2, dtype=torch.float64)
-        for total, count in self.stage.counted:
+        for total, count in (pair for stage in self._stages() for pair in stage.counted):
             sums += torch.stack([total.double().cpu(), count.double().cpu()])
         dist.all_reduce(sums)
         self._steps += 1
@@ -274,11 +285,17 @@ class ParallelModel(nn.Module):
 
     def _sum_tied(self) -> None:
         """Sum the gradients of the two copies of parameters that embedding and head share across stages."""
-        if self._groups.stage not in (0, self.plan.pp - 1):
-            return
-        for entry in self.held:
-            if entry.tied and (grad := entry.local_grad) is not None:
-                dist.all_reduce(grad, group=self._tied_group)
+        copies = {entry.name: grad for entry in self.held if entry.tied and (grad := entry.local_grad) is not None}
+        if self.plan.schedule in V_SHAPED:
+            # Both ends are on one rank: one parameter, or, where sharded, two copies of it.
+            for entry in self.held:
+                if entry.name in copies and not entry.counted:
+                    first = next(copies[alias] for alias in entry.aliases if alias in copies)
+                    first += copies[entry.name]
+                    copies[entry.name].copy_(first)
+        elif self._groups.stage in (0, self.plan.pp - 1):
+            for grad in copies.values():
+                dist.all_reduce(grad, group=self._groups.ends())
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """The 2-norm of the gradient of the whole model, which is then scaled down to `max_norm` if larger."""

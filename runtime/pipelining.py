@@ -3,32 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
+)
 
 from autopar.request import Schedule
 from autopar.runtime.stage import StageModule
 
-SCHEDULE_CLASSES: dict[Schedule, type[Schedule1F1B] | type[ScheduleGPipe]] = {
-    "1f1b": Schedule1F1B,
-    "gpipe": ScheduleGPipe,
+_ONE_STAGE: dict[Schedule, Any] = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
+_SEVERAL_STAGES: dict[Schedule, Any] = {
+    "looped-bfs": ScheduleLoopedBFS,
+    "interleaved-1f1b": ScheduleInterleaved1F1B,
+    "interleaved-zero-bubble": ScheduleInterleavedZeroBubble,
+    "zbv": ScheduleZBVZeroBubble,
+    "dualpipev": ScheduleDualPipeV,
 }
 
 
 class Pipeline:
-    """One rank's stage under a stock schedule; shapes are fixed by the first batch.
+    """One rank's stages under a stock schedule; shapes are fixed by the first batch.
 
+    modules: the stages of this rank by their number, in the order of the chain; num_stages: over all ranks.
     hidden_shape: samples of one micro-batch on this rank, tokens, width: what crosses stages.
     """
 
     def __init__(
         self,
         *,
-        module: StageModule,
-        stage: int,
+        modules: Mapping[int, StageModule],
         num_stages: int,
         schedule: Schedule,
         num_micro_batches: int,
@@ -40,28 +54,39 @@ class Pipeline:
         self.hidden_shape = hidden_shape
         self._num_micro_batches = num_micro_batches
         self._device = device
-        self._first, self._last = stage == 0, stage == num_stages - 1
-        hidden = torch.empty(hidden_shape, dtype=dtype, device="meta")
-        # Given shapes spare the schedule a trial forward and backward.
-        received = torch.empty(1, device="meta") if self._first else hidden.requires_grad_()
-        sent = torch.empty((), device="meta") if self._last else hidden
-        self._stage = PipelineStage(
-            module,
-            stage,
-            num_stages,
-            device,
-            input_args=(received,),
-            output_args=(sent.requires_grad_(),),
-            group=group,
-        )
-        self._schedule = SCHEDULE_CLASSES[schedule](
-            self._stage, num_micro_batches, loss_fn=lambda loss, _: loss, scale_grads=False
+        self._first, self._last = 0 in modules, num_stages - 1 in modules
+        self._stages = []
+        for stage, module in modules.items():
+            hidden = torch.empty(hidden_shape, dtype=dtype, device="meta")
+            # Given shapes spare the schedule a trial forward and backward.
+            received = torch.empty(1, device="meta") if stage == 0 else hidden.requires_grad_()
+            sent = torch.empty((), device="meta") if stage == num_stages - 1 else hidden
+            self._stages.append(
+                PipelineStage(
+                    module,
+                    stage,
+                    num_stages,
+                    device,
+                    input_args=(received,),
+                    output_args=(sent.requires_grad_(),),
+                    group=group,
+                )
+            )
+        one = _ONE_STAGE.get(schedule)
+        made: Any = self._stages[0] if one else self._stages
+        self._schedule = (one or _SEVERAL_STAGES[schedule])(
+            made, num_micro_batches, loss_fn=lambda loss, _: loss, scale_grads=False
         )
 
     @property
     def receive_buffers(self) -> list[Tensor]:
         """What the schedule receives activations and gradients into: one each for every micro-batch, kept for good."""
-        infos = [*self._stage.args_recv_info.values(), *self._stage.grad_recv_info.values()]
+        infos = [
+            row
+            for stage in self._stages
+            for kept in (stage.args_recv_info, stage.grad_recv_info)
+            for row in kept.values()
+        ]
         return [info.buffer for row in infos for info in row if info.buffer is not None]
 
     def step(self, batch: Mapping[str, Tensor]) -> None:

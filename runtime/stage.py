@@ -8,6 +8,7 @@ itself on every stage, and parameter names stay as they were.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -128,6 +129,11 @@ class StageBody(nn.Module):
             return left.hidden
 
 
+def same_tensors_again(model: nn.Module) -> nn.Module:
+    """The tree of modules once more, with the very same parameters and buffers: for a further stage on this rank."""
+    return copy.deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
+
+
 def _stub(parameter: Tensor) -> Tensor:
     zero = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
     return zero.expand(parameter.shape)
@@ -136,9 +142,10 @@ def _stub(parameter: Tensor) -> Tensor:
 class StageModule(nn.Module):
     """A stage as the pipeline runs it: hidden in, hidden out, and on the last stage the sum of the losses.
 
-    It stays a plain module around `body` (which may be sharded), so that a pipeline schedule leaves the gradient
-    synchronisation of sharded layers to themselves, micro-batch by micro-batch. loss: what the last stage sums up;
-    counted: micro-batch by micro-batch, the (sum, count) of the losses since `reset`.
+    Around a sharded `body` it stays a plain module, so that a pipeline schedule leaves the gradient synchronisation of
+    sharded layers to themselves, micro-batch by micro-batch; where backwards run in two parts the schedule must do it,
+    and this is what is sharded (see runtime/zero.py). loss: what the last stage sums up; counted: micro-batch by
+    micro-batch, the (sum, count) of the losses since `reset`.
     """
 
     def __init__(self, body: StageBody, loss: LossFunction) -> None:

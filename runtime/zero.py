@@ -12,8 +12,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from autopar.runtime.stage import StageBody
-
 
 def owners(model: nn.Module, names: Iterable[str]) -> list[nn.Module]:
     """The modules that hold these parameters directly, each once, in order."""
@@ -29,13 +27,16 @@ def shard_modules(modules: list[nn.Module], mesh: DeviceMesh, *, keep_unsharded:
     fully_shard(modules if len(modules) > 1 else modules[0], mesh=mesh, reshard_after_forward=not keep_unsharded)
 
 
-def shard_root(body: StageBody, mesh: DeviceMesh, ignored: set[nn.Parameter]) -> None:
-    """Make the stage the root of its sharded layers, so that they share streams and prefetch; then force plain sums.
+def shard_root(root: nn.Module, mesh: DeviceMesh, ignored: set[nn.Parameter]) -> None:
+    """Make a module the root of its sharded layers, so that they share streams and prefetch; then force plain sums.
 
+    root: the body of a stage; where backwards run in two parts, all that the pipeline schedule sees of the stage. The
+    schedule then keeps its parameters whole and reduces its gradients once, after the last part of the last backward:
+    between the two parts the layers' own hooks would reduce gradients that are not there yet.
     ignored: the parameters that no ZeRO layer holds.
     """
-    fully_shard(body, mesh=mesh, ignored_params=ignored)
-    for module in body.modules():
+    fully_shard(root, mesh=mesh, ignored_params=ignored)
+    for module in root.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+import autopar.plan
 from autopar.axes import Axis, Layout, RankMesh
 from autopar.errors import AutoparError
 from autopar.plan import Plan, PlanCluster, PlanModel
@@ -73,6 +74,17 @@ def compare_with_one_process(
 
     found = compare(plan, steps=steps, batch_of=batch_of if masked else None, tamper=tamper if plant else None)
     return {**asdict(found), "agrees": found.agrees}
+
+
+def what_is_refused_is_wrong(source: str, strategies: list[str], **shape: Any) -> dict[str, Any]:
+    """`compare_with_one_process` for a plan that legality refuses under its schedule; what fails outright says how."""
+    legal, autopar.plan.why_sharding_illegal = autopar.plan.why_sharding_illegal, lambda strategy, schedule: None
+    try:
+        return compare_with_one_process(source, strategies, steps=1, **shape)
+    except Exception as error:
+        return {"agrees": False, "gradient": float("inf"), "error": f"{type(error).__name__}: {error}"}
+    finally:
+        autopar.plan.why_sharding_illegal = legal
 
 
 def _average_one_layer(parallel: ParallelModel) -> None:

@@ -108,7 +108,11 @@ def test_private_attribute_is_there(name: str) -> None:
         ("torch.distributed.elastic.multiprocessing.errors", "ChildFailedError"),
         ("torch.distributed.fsdp", "FSDPModule fully_shard"),
         ("torch.distributed.launcher.api", "LaunchConfig elastic_launch"),
-        ("torch.distributed.pipelining", "PipelineStage Schedule1F1B ScheduleGPipe"),
+        (
+            "torch.distributed.pipelining",
+            "PipelineStage Schedule1F1B ScheduleDualPipeV ScheduleGPipe "
+            "ScheduleInterleaved1F1B ScheduleInterleavedZeroBubble ScheduleLoopedBFS ScheduleZBVZeroBubble",
+        ),
         ("torch.export.graph_signature", "ConstantArgument InputKind"),
         ("torch.utils._python_dispatch", "TorchDispatchMode is_traceable_wrapper_subclass"),
         ("torch.utils._pytree", "tree_leaves tree_map tree_unflatten"),
