@@ -18,7 +18,8 @@ TWO_EACH = {"pp": 2, "layers_per_stage": [2, 2, 1, 1], "micro_batches": 4}
 # Uneven stages; tensor parallel, ZeRO-2 and recompute in one stage; one sample a rank in a micro-batch.
 MIXED: dict[str, tuple[str, list[str], int, dict[str, Any]]] = {
     "tied, sharded": (TIED, ["dp2-z2", "tp2", "dp2-z2-r", "tp2s", "dp2", "dp2-z2"], 4, TWO_EACH),
-    "tied, replicated": (TIED, ["dp2", "tp2", "dp2-z2-r", "tp2s", "dp2", "dp2"], 4, TWO_EACH),
+    "tied, replicated": (TIED, ["dp2", "tp2", "dp2-z2-r", "tp2s", "dp2-z1", "dp2"], 4, TWO_EACH),
+    "tied, states cut": (TIED, ["dp2-z1", "tp2", "dp2-z1-r", "tp2s", "dp2", "dp2-z1"], 4, TWO_EACH),
     "fused weights": (GPT2, ["dp2", "tp2", "dp2-z2-r", "tp2s-r", "dp2", "dp2"], 4, TWO_EACH),
     "the ends alone": (LLAMA4, ["dp2", "tp2", "dp2-z2", "tp2s", "dp2-r", "dp2-z2"], 4,
                        {**TWO_EACH, "layers_per_stage": [1, 2, 2, 1]}),
