@@ -6,6 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+
+from autopar.runtime.randomness import BlockStream
 
 Ranks = Callable[..., list[Any]]
 
@@ -35,3 +39,17 @@ def test_recompute_draws_the_same_masks(strategy: str, ranks: Ranks) -> None:
     recomputed = ranks("dropout", 4, strategy=f"{strategy}-r")[0]
     assert recomputed["loss"] == plain["loss"]
     assert recomputed["gradient"] == pytest.approx(plain["gradient"], rel=1e-4, abs=1e-7)
+
+
+def test_a_block_draws_from_its_stream_without_seeding_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    block = nn.Dropout(0.5)
+    BlockStream(block, seed=1, number=0, place=0)
+    again = nn.Dropout(0.5)
+    BlockStream(again, seed=1, number=0, place=0)
+    # Seeding every device costs milliseconds a block where there is no GPU, and memory that is never freed.
+    monkeypatch.setattr(torch, "manual_seed", None)
+    before, x = torch.get_rng_state(), torch.ones(64)
+    first, second = block(x), block(x)
+    assert not torch.equal(first, second)
+    assert torch.equal(first, again(x))
+    assert torch.equal(torch.get_rng_state(), before)
