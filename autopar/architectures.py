@@ -71,10 +71,22 @@ class Architecture:
         return tuple(d for d in divisors(self.kv_heads) if d > 1 and self.ffn % d == 0)
 
 
+MOST_WORD_RANKS = 64
+"""Over how many ranks a vocabulary may be cut: any number would do, parts are padded."""
+
+
 def model_spec(arch: Architecture, *, dtype: str) -> ModelSpec:
     """The chain of this architecture with its parameter shapes in `dtype`."""
+    words = tuple(range(2, min(MOST_WORD_RANKS, arch.vocab) + 1))
     kinds = (
-        LayerKind(name="embed", role="embed", class_name="Embedding", parameters=_embed(arch, dtype)),
+        LayerKind(
+            name="embed",
+            role="embed",
+            class_name="Embedding",
+            parameters=_embed(arch, dtype),
+            tp_degrees=words,
+            tp_reason=f"vocabulary {arch.vocab}",
+        ),
         LayerKind(
             name="block",
             role="block",
@@ -85,7 +97,14 @@ def model_spec(arch: Architecture, *, dtype: str) -> ModelSpec:
             sequence_norms=bool(arch.tp_degrees),
             attention=Attention(heads=arch.heads, kv_heads=arch.kv_heads, head_dim=arch.head_dim),
         ),
-        LayerKind(name="head", role="head", class_name="Head", parameters=_head(arch, dtype)),
+        LayerKind(
+            name="head",
+            role="head",
+            class_name="Head",
+            parameters=_head(arch, dtype),
+            tp_degrees=words,
+            tp_reason=f"vocabulary {arch.vocab}",
+        ),
     )
     shapes = [[kind.name, [[p.name, p.shape, p.dtype] for p in kind.parameters]] for kind in kinds]
     text = json.dumps([shapes, arch.layers, arch.tied])

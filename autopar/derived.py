@@ -11,9 +11,11 @@
                    backward; the backward keeps the gathered ones, and both gradients while it works
     selective      the core attention (scores, softmax, product with the values) keeps nothing but its inputs and
                    output and runs again: its share of the FLOPs of a forward, 4 S heads head_dim a token
-    vocabulary     ceil(V / tp) rows of the matrix on each rank (padded). Embedding: seconds as whole, all-reduce of
-                   the output. Head: seconds and logits in proportion; all-reduces of the maximum, the sum of
-                   exponentials and the label's logit (4 bytes a token each), and of the input's gradient
+    vocabulary     ceil(V / tp) rows of the matrix on each rank (padded), for the tokens of all tp ranks, each of which
+                   keeps its own samples outside. Embedding: seconds as whole; all-gather of the ids, reduce-scatter
+                   of the output, all-gather of its gradient. Head: seconds and logits in proportion to the rows;
+                   all-gather of the input, all-reduces of the maximum, the sum of exponentials and the label's logit
+                   (4 bytes a token each), reduce-scatter of the input's gradient
 """
 
 from __future__ import annotations
@@ -129,22 +131,35 @@ def _with_cut_vocabulary(cost: LayerCost, kind: LayerKind, tp: int, sequence: in
     )
     largest = max(local_bytes(p, kind, tp) for p in kind.parameters)
     parameter_bytes = max(0, cost.parameter_bytes - away_bytes)
-    changed: dict[str, Any] = {}
+    # Lines count the samples of a dp rank, which are those of the tp group; each rank has its part of them.
     entering, leaving = cost.input_bytes.per_sample, cost.output_bytes.per_sample
+    changed: dict[str, Any] = {
+        "input_bytes": _scaled(cost.input_bytes, 1 / tp),
+        "output_bytes": _scaled(cost.output_bytes, 1 / tp),
+    }
     if kind.role == "head":
         for name in ("forward_s", "backward_s"):
             changed[name] = tuple(seconds * share for seconds in getattr(cost, name))
         for name in ("saved_bytes", *_PEAKS):
             line: Line = getattr(cost, name)
             kept = min(line.per_sample, WHOLE_HEAD_INPUTS * entering)
-            changed[name] = Line(fixed=line.fixed * share, per_sample=kept + (line.per_sample - kept) * share)
-        calls = [_call("all_reduce", "forward", LOSS_BYTES * sequence, "tp")] * LOSS_REDUCTIONS
-        calls.append(_call("all_reduce", "backward", entering, "tp"))
+            sample_bytes = kept / tp + entering + (line.per_sample - kept) * share
+            changed[name] = Line(fixed=line.fixed * share, per_sample=sample_bytes)
+        calls = [
+            _call("all_gather", "forward", entering, "tp"),
+            *[_call("all_reduce", "forward", LOSS_BYTES * sequence, "tp")] * LOSS_REDUCTIONS,
+            _call("reduce_scatter", "backward", entering, "tp"),
+        ]
     else:
-        # The gradient of the matrix is dense.
         peak = cost.backward_peak_bytes
-        changed["backward_peak_bytes"] = replace(peak, fixed=peak.fixed * share)
-        calls = [_call("all_reduce", "forward", leaving, "tp")]
+        # The gradient of the matrix is dense; the whole output and its gradient lie beside the rank's part.
+        changed["backward_peak_bytes"] = Line(fixed=peak.fixed * share, per_sample=peak.per_sample + leaving / tp)
+        changed["forward_peak_bytes"] = _plus(cost.forward_peak_bytes, leaving / tp)
+        calls = [
+            _call("all_gather", "forward", entering, "tp"),
+            _call("reduce_scatter", "forward", leaving, "tp"),
+            _call("all_gather", "backward", leaving, "tp"),
+        ]
     return replace(
         cost,
         tp=tp,

@@ -86,13 +86,13 @@ def why_illegal(
 
 def _why_outer_illegal(strategy: Strategy, kind: LayerKind) -> str | None:
     if strategy.sequence_norms or strategy.sp > 1 or strategy.cp > 1:
-        return f"{kind.role} has no attention to cut the sequence around: not as {strategy}"
+        return f"{kind.role} runs data parallel, or vocabulary-parallel with tp, not as {strategy}"
     if strategy.recompute != "none":
         return f"{kind.role} is not recomputed"
-    if strategy.tp > 1:
-        rows = 0 if kind.vocabulary is None else kind.vocabulary.shape[0]
-        if rows < strategy.tp:
-            return f"{kind.role} has {f'only {rows} rows' if rows else 'no matrix'} to cut over tp {strategy.tp}"
+    if strategy.tp > 1 and strategy.tp not in kind.tp_degrees:
+        legal = ", ".join(map(str, (1, *kind.tp_degrees)))
+        why = kind.tp_reason or "no vocabulary known"
+        return f"{kind.role} is not cut along the vocabulary by tp {strategy.tp} ({why}); legal degrees: {legal}"
     return None
 
 

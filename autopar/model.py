@@ -63,9 +63,10 @@ class Attention:
 class LayerKind:
     """What layers of one kind have in common.
 
-    tp_degrees: the tensor-parallel degrees (> 1) that the block's own graph allows, `tp_reason` in words why no
-    others ("heads 14, kv heads 2, width 1792"); sequence_norms: whether those degrees also run with
-    sequence-parallel norms; attention: of a block, None where it is not known to have one of equal heads.
+    tp_degrees: the tensor-parallel degrees (> 1) that the block's own graph allows, of embed and head the
+    vocabulary-parallel ones; `tp_reason` in words why no others ("heads 14, kv heads 2, width 1792");
+    sequence_norms: whether those degrees also run with sequence-parallel norms; attention: of a block, None where it
+    is not known to have one of equal heads.
     """
 
     name: str

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import pairwise
 from math import ceil
 
@@ -15,7 +14,7 @@ from autopar.model import ModelSpec
 from autopar.pipeline import StageTimes, Timeline, actions, simulate, step
 from autopar.plan import Plan, Prediction, RankMemory
 from autopar.strategy import Strategy
-from autopar.tables import activation_bytes, layer_cost, shared_bytes
+from autopar.tables import activation_bytes, layer_cost, layer_layout, shared_bytes
 from autopar.work import Work, layer_work, relayout_s, send_s
 
 
@@ -107,9 +106,9 @@ def stage_memory(
     units = []
     for layer in plan.stage_layers(stage):
         strategy = plan.strategies[layer]
-        arriving = _layout(mesh, plan.strategies[layer - 1]) if layer > first else mesh.boundary
+        arriving = _layout(mesh, plan, layer - 1) if layer > first else mesh.boundary
         shared, samples = shared_bytes(model, layer, plan.pp, strategy.tp), plan.micro_batch / strategy.dp
-        relayout = layer > 0 and arriving != _layout(mesh, strategy)
+        relayout = layer > 0 and arriving != _layout(mesh, plan, layer)
         key = (model.layers[layer], strategy, samples, shared, relayout)
         if key not in known:
             cost = layer_cost(model, layers, layer, strategy)
@@ -127,9 +126,8 @@ def stage_memory(
     )
 
 
-@lru_cache(maxsize=4096)
-def _layout(mesh: RankMesh, strategy: Strategy) -> Layout:
-    return mesh.place(strategy).layout
+def _layout(mesh: RankMesh, plan: Plan, layer: int) -> Layout:
+    return layer_layout(mesh, plan.strategies[layer], is_end=layer in (0, len(plan.strategies) - 1))
 
 
 def _send_s(plan: Plan, model: ModelSpec, layers: LayerProfile, cluster: ClusterSpec, links: LinkProfile) -> float:
@@ -151,7 +149,7 @@ def _stage_work(
     forward, backward = dict.fromkeys(causes, 0.0), dict.fromkeys(causes, 0.0)
     sync_s = optimizer_s = 0.0
     origins = []
-    layouts = [_layout(mesh, plan.strategies[layer]) for layer in span]
+    layouts = [_layout(mesh, plan, layer) for layer in span]
     if stage > 0:
         layouts.insert(0, mesh.boundary)
     if stage < plan.pp - 1:

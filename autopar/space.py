@@ -32,11 +32,14 @@ class Rejection:
 class StrategySpace:
     """The strategies that some layer may take, in a fixed order; for each layer of the chain those that it may take.
 
-    allowed: places in `strategies`, ascending, one tuple a layer; rejections: all others that were considered.
+    allowed: places in `strategies`, ascending, one tuple a layer; cut_ends: the places that are tensor parallelism of
+    embedding and head, beside those of blocks (the one keeps the boundary layout inside a stage, the other does not);
+    rejections: all others that were considered.
     """
 
     strategies: tuple[Strategy, ...]
     allowed: tuple[tuple[int, ...], ...]
+    cut_ends: frozenset[int]
     rejections: tuple[Rejection, ...]
 
     @classmethod
@@ -95,15 +98,18 @@ class StrategySpace:
                 rows[kind.name, bans] = left
             chosen.append(rows[kind.name, bans])
         # Many layers share one row: what is done per strategy is done once a row.
+        ends = {id(row) for row in (chosen[0], chosen[-1])}
         distinct = {id(row): row for row in chosen}
-        used = {strategy for row in distinct.values() for strategy in row}
-        asked = (*candidates(mesh, request.allow_unrunnable), *sorted(used, key=str))
-        strategies = tuple(s for s in dict.fromkeys(asked) if s in used)
-        place = {strategy: i for i, strategy in enumerate(strategies)}
-        places = {name: tuple(sorted(place[s] for s in row)) for name, row in distinct.items()}
+        keys = {name: [(s, name in ends and s.tp > 1) for s in row] for name, row in distinct.items()}
+        used = {key for row in keys.values() for key in row}
+        asked = dict.fromkeys((*candidates(mesh, request.allow_unrunnable), *sorted({s for s, _ in used}, key=str)))
+        columns = [key for s in asked for key in ((s, False), (s, True)) if key in used]
+        place = {key: i for i, key in enumerate(columns)}
+        places = {name: tuple(sorted(place[key] for key in row)) for name, row in keys.items()}
         return cls(
-            strategies=strategies,
+            strategies=tuple(s for s, _ in columns),
             allowed=tuple(places[id(row)] for row in chosen),
+            cut_ends=frozenset(i for i, (_, is_end) in enumerate(columns) if is_end),
             rejections=tuple(rejections),
         )
 

@@ -122,7 +122,8 @@ class Prices:
             times.append(row)
 
         moved_bytes = activation_bytes(model, layers, micro_batch)
-        places = [mesh.place(strategy).layout for strategy in space.strategies]
+        columns = enumerate(space.strategies)
+        places = [layer_layout(mesh, strategy, is_end=s in space.cut_ends) for s, strategy in columns]
         layouts = {place: i for i, place in enumerate(dict.fromkeys(places))}
         layout = np.array([layouts[place] for place in places], dtype=np.int64)
 
@@ -246,6 +247,11 @@ def layer_cost(model: ModelSpec, layers: LayerProfile, layer: int, strategy: Str
     if cost is None:
         raise ValueError(f"layer {model.layer_names[layer]} was not measured as {strategy}")
     return cost
+
+
+def layer_layout(mesh: RankMesh, strategy: Strategy, *, is_end: bool) -> Layout:
+    """How activations lie in a layer: embedding and head keep the boundary layout, also where tp cuts their words."""
+    return mesh.boundary if is_end else mesh.place(strategy).layout
 
 
 def activation_bytes(model: ModelSpec, layers: LayerProfile, samples: float) -> float:

@@ -125,9 +125,12 @@ def model_file(
     s_per_sample: float = 4e-4,
 ) -> ModelFile:
     hidden, activation = HIDDEN, HIDDEN * SEQUENCE * 4
-    embed = LayerKind(
-        name="embed", role="embed", class_name="Embedding", parameters=(Parameter(name="w", shape=(VOCAB, hidden)),)
-    )
+    words = {
+        "parameters": (Parameter(name="w", shape=(VOCAB, hidden)),),
+        "tp_degrees": (2, 3, 4),
+        "tp_reason": "words",
+    }
+    embed = LayerKind(name="embed", role="embed", class_name="Embedding", **words)  # type: ignore[arg-type]
     block = LayerKind(
         name="block",
         role="block",
@@ -138,9 +141,7 @@ def model_file(
         sequence_norms=True,
         attention=Attention(heads=4, kv_heads=4, head_dim=HIDDEN // 4),
     )
-    head = LayerKind(
-        name="head", role="head", class_name="Head", parameters=(Parameter(name="w", shape=(VOCAB, hidden)),)
-    )
+    head = LayerKind(name="head", role="head", class_name="Head", **words)  # type: ignore[arg-type]
     costs = [
         layer_cost("embed", parameters=VOCAB * hidden, s_per_sample=s_per_sample / 20, activation=activation // 4),
         layer_cost(

@@ -17,6 +17,7 @@ from autopar.pipeline import actions
 from autopar.plan import Plan, PlanCluster, PlanModel
 from autopar.predict import predict
 from autopar.strategy import Strategy
+from autopar.tables import tables
 from autopar.work import Work, layer_work
 from tests.pricing import ALPHA_S, BYTES_PER_S, HIDDEN, SEQUENCE, VOCAB, cluster_file, curve_s, model_file, request
 
@@ -176,22 +177,41 @@ def test_a_vocabulary_is_cut_by_rows_and_padded(tp: int, rows: int) -> None:
         assert cost.trainable_bytes == rows * TOKEN
 
 
-def test_a_cut_embedding_sums_its_output() -> None:
-    work = _work("dp2-tp2", kind=KINDS["embed"])
-    output = _cost("dp4", KINDS["embed"]).output_bytes.at(4)
-    assert work.tp_forward_s == pytest.approx(_s("all_reduce", 2, output), rel=0.03)
-    assert work.tp_backward_s == 0.0
+def test_a_cut_embedding_gathers_ids_and_scatters_its_output() -> None:
+    """The tp ranks hold 4 samples together, 2 each; the profile's embedding takes `input_bytes` of ids a sample."""
+    work, whole = _work("dp2-tp2", kind=KINDS["embed"]), _cost("dp4", KINDS["embed"])
+    ids, output = whole.input_bytes.at(4), whole.output_bytes.at(4)
+    expected = _s("all_gather", 2, ids) + _s("reduce_scatter", 2, output)
+    assert work.tp_forward_s == pytest.approx(expected, rel=0.03)
+    assert work.tp_backward_s == pytest.approx(_s("all_gather", 2, output), rel=0.03)
     assert work.sync_s == pytest.approx(_s("all_reduce", 2, VOCAB // 2 * TOKEN), rel=0.03)
+    assert _cost("dp2-tp2", KINDS["embed"]).output_bytes.at(4) == whole.output_bytes.at(2)
 
 
-def test_a_cut_head_reduces_three_numbers_a_token_and_the_gradient_of_its_input() -> None:
+def test_a_cut_head_reduces_three_numbers_a_token() -> None:
     work, whole = _work("dp2-tp2", kind=KINDS["head"]), _work("dp4", kind=KINDS["head"])
-    assert work.tp_forward_s == pytest.approx(3 * _s("all_reduce", 2, 4 * SEQUENCE * 4), rel=0.05)
-    assert work.tp_backward_s == pytest.approx(_s("all_reduce", 2, 4 * SEQUENCE * TOKEN), rel=0.03)
+    hidden = 4 * SEQUENCE * TOKEN
+    expected = _s("all_gather", 2, hidden) + 3 * _s("all_reduce", 2, 4 * SEQUENCE * 4)
+    assert work.tp_forward_s == pytest.approx(expected, rel=0.05)
+    assert work.tp_backward_s == pytest.approx(_s("reduce_scatter", 2, hidden), rel=0.03)
     assert (work.forward_s, work.backward_s) == pytest.approx((whole.forward_s / 2, whole.backward_s / 2))
     plain, cut = (_cost(short, KINDS["head"]) for short in ("dp4", "dp2-tp2"))
-    kept = 4 * plain.input_bytes.per_sample
-    assert cut.saved_bytes.per_sample == kept + (plain.saved_bytes.per_sample - kept) / 2
+    kept = 4 * SEQUENCE * TOKEN
+    # Its own half of what is no logit, the gathered input, half of the words' logits of both ranks.
+    assert cut.saved_bytes.per_sample == kept / 2 + SEQUENCE * TOKEN + (plain.saved_bytes.per_sample - kept) / 2
+
+
+def test_cut_ends_keep_the_boundary_layout() -> None:
+    """From a cut embedding to a tp block the samples are gathered; between data-parallel ones nothing moves."""
+    asked = request(allow_unrunnable=True)
+    made = tables(
+        MODEL.model, MODEL.layers, FILE.cluster, FILE.links, asked, pp=1, num_micro_batches=2, schedule="1f1b"
+    )
+    column = {(s.short, bool(made.feasible[0, i])): i for i, s in enumerate(made.strategies)}
+    cut, block, plain = column["dp2-tp2", True], column["dp2-tp2", False], column["dp4", True]
+    assert made.layout[cut] == made.layout[plain] != made.layout[block]
+    assert made.transition_ns[cut, block] > 0
+    assert made.transition_ns[cut, plain] == 0
 
 
 SHARDED = (

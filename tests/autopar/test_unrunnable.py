@@ -61,7 +61,7 @@ def test_hsdp_is_searched_where_dp_spans_nodes() -> None:
 @pytest.mark.parametrize(
     ("short", "layer", "words"),
     [
-        ("dp2-sp2", 0, "no attention to cut the sequence around"),
+        ("dp2-sp2", 0, "embed runs data parallel, or vocabulary-parallel with tp"),
         ("tp2-sp2", 1, "sp 2 beside tp 2 does not divide heads 2 and kv heads 2"),
         ("cp4", 1, "sequence 36 is not divisible by twice cp 4; the next legal length is 40"),
         ("sp2-cp2", 1, "sequence 36 is not divisible by sp 2 times twice cp 2"),
