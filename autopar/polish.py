@@ -18,6 +18,8 @@ PAIRS_UP_TO = 100
 """Neighbours that differ in two layers are tried while layers * strategies does not exceed this."""
 ASKED = 128
 """How many neighbours of one choice are asked whether they fit."""
+LEANER = 200
+"""How many neighbours of the leanest choice are tried for a leaner one."""
 
 Cuts = tuple[int, ...]
 Columns = tuple[int, ...]
@@ -150,3 +152,19 @@ def neighbours(tables: CostTables, layers_per_stage: Cuts, strategies: Columns) 
 
 def _with(strategies: Columns, changed: dict[int, int]) -> Columns:
     return tuple(changed.get(unit, s) for unit, s in enumerate(strategies))
+
+
+def leaner(tables: CostTables, columns: Columns, peak: Callable[[Columns], int], asked: int = LEANER) -> Columns:
+    """Neighbours of a choice that need less, one layer changed after the other, as long as `peak` may be asked.
+
+    Tables cannot say what lies around a layer's own numbers, such as the gather buffers of its neighbours.
+    """
+    least, last = peak(columns), len(columns) - 1
+    for layer in (0, last, *range(1, last)):
+        also = {0, last} if tables.tied and layer in (0, last) else {layer}
+        for column in np.flatnonzero(tables.feasible[layer]).tolist():
+            changed = tuple(column if i in also else now for i, now in enumerate(columns))
+            asked -= 1
+            if asked >= 0 and changed != columns and (found := peak(changed)) < least:
+                least, columns = found, changed
+    return columns

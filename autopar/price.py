@@ -13,7 +13,7 @@ an approximation for more, which the simulation of the finalists settles.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -96,6 +96,10 @@ class CostTables:
     def feasible(self) -> NDArray[np.bool_]:
         """bool[U, S]: which strategies each layer can take."""
         return np.asarray(self.time_ns != INFEASIBLE)
+
+    def with_less(self, less_bytes: int) -> CostTables:
+        """The tables with so much less memory on every stage."""
+        return replace(self, budget_bytes=tuple(max(0, budget - less_bytes) for budget in self.budget_bytes))
 
 
 @dataclass(frozen=True, kw_only=True)

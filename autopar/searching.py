@@ -19,7 +19,7 @@ from autopar.cuts import CutTables, check_files, cut_tables, legal_cuts
 from autopar.errors import InfeasibleError, InputError, RunError
 from autopar.measured import ClusterFile, ModelFile
 from autopar.plan import Certificate, Plan, PlanCluster, PlanModel
-from autopar.polish import ASKED, Columns, Cuts, polish
+from autopar.polish import ASKED, Columns, Cuts, leaner, polish
 from autopar.predict import Units, predict, stage_memory
 from autopar.price import INFEASIBLE, CostTables, OutOfRange, score
 from autopar.request import Request, Schedule
@@ -242,7 +242,7 @@ def _propose(pool: _Pool, tell: Progress, deadline: float | None, stop: Callable
             bounds.append(one.lower_bound_ns)
         best_ns = pool.best_ns()
         return {
-            place: _with_less(asked[place], _peak(f.plan) - pool.budget_bytes)
+            place: asked[place].with_less(_peak(f.plan) - pool.budget_bytes)
             for place, f in proposed.items()
             if not f.fits and _objective(f.plan) < best_ns
         }
@@ -309,15 +309,15 @@ def _add_twins(pool: _Pool) -> None:
 
 
 def _add_leanest(pool: _Pool) -> None:
-    """The leanest choice of each side joins the pool: near the cliff it may be the only one that fits."""
+    """The leanest choice of each side joins the pool, in small tables with neighbours: they may be all that fits."""
     for memory in SIDES:
         lean = leanest_of([pool.made.table(memory, place) for place in range(len(pool.made.cuts))])
         if lean is not None:
             pool.add(lean[0], *lean[1][:2])
-
-
-def _with_less(made: CostTables, less_bytes: int) -> CostTables:
-    return replace(made, budget_bytes=tuple(max(0, budget - less_bytes) for budget in made.budget_bytes))
+    if pool.made.is_large or not pool.found:
+        return
+    _, (table, cuts, columns, _) = min((_peak(f.plan), key) for key, f in pool.found.items())
+    leaner(pool.made.lower[table], columns, lambda changed: _peak(pool.add(table, cuts, changed).plan))
 
 
 def _peak(plan: Plan) -> int:

@@ -73,7 +73,6 @@ def test_refusals_say_what_to_do(model: str, cluster: str, words: str) -> None:
     [
         (Degrees(dp=4), "is not the 16 ranks"),
         (Degrees(tp=3), "is not the 16 ranks"),
-        (Degrees(zero=1), "does not run yet"),
         (Degrees(pp=16, num_micro_batches=2), "1f1b needs at least"),
         (Degrees(num_micro_batches=64), "not divisible"),
     ],
