@@ -30,6 +30,10 @@ class TensorParallelCut:
     name: str
     group: dist.ProcessGroup
 
+    def piece(self, full: Tensor) -> Tensor:
+        """What this rank holds of a whole tensor."""
+        return self.plan.shard(self.name, full, self.plan.coordinates[dist.get_rank(self.group)])
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class HeldParameter:
@@ -104,10 +108,7 @@ def _uncut(entry: HeldParameter, local: Tensor) -> Tensor:
 
 def tensor_piece(entry: HeldParameter, full: Tensor) -> Tensor:
     """What tensor parallelism leaves this rank of a whole tensor; all of it where it does not cut the parameter."""
-    cut = entry.tensor_parallel
-    if cut is None:
-        return full
-    return cut.plan.shard(cut.name, full, cut.plan.coordinates[dist.get_rank(cut.group)])
+    return full if entry.tensor_parallel is None else entry.tensor_parallel.piece(full)
 
 
 def piece(entry: HeldParameter, full: Tensor) -> Tensor:

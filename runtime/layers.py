@@ -18,6 +18,7 @@ from autopar.plan import Plan
 from autopar.runtime.arguments import argument, replace_argument
 from autopar.runtime.gradients import HeldParameter, TensorParallelCut, shard_of
 from autopar.runtime.groups import RankGroups
+from autopar.runtime.precision import Masters
 from autopar.runtime.randomness import BlockStream, agreed_seed
 from autopar.runtime.relayout import GroupOf, relayout
 from autopar.runtime.rows import own_rows
@@ -42,7 +43,13 @@ class LocalLayers:
 
 
 def place_layers(
-    model: nn.Module, plan: Plan, found: Probe, described: DescribedModel, groups: RankGroups, loss: LossFunction
+    model: nn.Module,
+    plan: Plan,
+    found: Probe,
+    described: DescribedModel,
+    groups: RankGroups,
+    loss: LossFunction,
+    masters: Masters,
 ) -> LocalLayers:
     """The layers of this rank's stages under their strategies; changes the model in place.
 
@@ -55,20 +62,21 @@ def place_layers(
     numbers = plan.stages_of_rank(groups.stage)
     models = [model, *(same_tensors_again(model) for _ in numbers[1:])]
     stages: dict[int, StageModule] = {}
-    block_plans: dict[int, BlockPlan] = {}
+    cuts: dict[str, TensorParallelCut] = {}
     checked: set[Any] = set()
     for number, tree in zip(numbers, models, strict=True):
         body = StageBody(tree, structure, plan.stage_layers(number))
         stages[number] = StageModule(body, loss)
-        block_plans |= _cut_blocks(body, plan, found, described, groups, checked)
+        block_plans = _cut_blocks(body, plan, found, described, groups, checked)
+        cuts |= _tensor_cuts(body, plan, groups, block_plans)
         for place, block in body.blocks().items():
             if plan.strategies[place + 1].recompute == "full":
                 block.forward = partial(checkpoint, block.forward, use_reentrant=False)
         _attach_relayouts(body, plan, groups)
         _attach_streams(body, plan, groups, seed)
-        _shard(stages[number], plan, groups)
+        _shard(stages[number], plan, groups, masters, cuts)
         body.attach_ends()
-    return LocalLayers(stages=stages, held=tuple(_held(stages, plan, groups, block_plans, tied)))
+    return LocalLayers(stages=stages, held=tuple(_held(stages, plan, groups, masters, cuts, tied)))
 
 
 def _cut_blocks(
@@ -197,7 +205,22 @@ def _modules_of(body: StageBody, layer: int) -> list[nn.Module]:
     return owners(body.model, structure.embed_parameters if layer == 0 else structure.head_parameters)
 
 
-def _shard(stage: StageModule, plan: Plan, groups: RankGroups) -> None:
+def _tensor_cuts(
+    body: StageBody, plan: Plan, groups: RankGroups, block_plans: Mapping[int, BlockPlan]
+) -> dict[str, TensorParallelCut]:
+    """How tensor parallelism cut each parameter of the stage that lies in a block which it cut."""
+    found = {}
+    for number, block_plan in block_plans.items():
+        group = groups.along(plan.mesh.place(plan.strategies[number + 1]).tp)
+        prefix = body.structure.block_path(number) + "."
+        for name in body.structure.layer_parameters(body.model, number + 1):
+            found[name] = TensorParallelCut(plan=block_plan, name=name.removeprefix(prefix), group=group)
+    return found
+
+
+def _shard(
+    stage: StageModule, plan: Plan, groups: RankGroups, masters: Masters, cuts: Mapping[str, TensorParallelCut]
+) -> None:
     """Wrap the ZeRO layers of the stage; embedding and head go together when they share parameters."""
     body = stage.body
     mesh, structure = plan.mesh, body.structure
@@ -205,6 +228,12 @@ def _shard(stage: StageModule, plan: Plan, groups: RankGroups) -> None:
     sharded = [layer for layer in body.layers if plan.strategies[layer].zero >= 2]
     if not sharded:
         return
+    for layer in sharded:
+        for name, parameter in structure.layer_parameters(body.model, layer).items():
+            cut = cuts.get(name)
+            master = masters.of(name, parameter, None if cut is None else cut.piece)
+            if master is not None:
+                parameter.data = master
     together = structure.tied and 0 in sharded and last in sharded
     covered: set[nn.Parameter] = set()
     for layer in sharded:
@@ -220,11 +249,11 @@ def _shard(stage: StageModule, plan: Plan, groups: RankGroups) -> None:
         if modules:
             placed = mesh.place(strategy)
             device_mesh = groups.mesh_along(placed.dp_shard, placed.dp_replicate)
-            shard_modules(modules, device_mesh, keep_unsharded=strategy.zero == 2)
+            shard_modules(modules, device_mesh, keep_unsharded=strategy.zero == 2, gathered=masters.dtype)
     named = {id(p) for layer in sharded for p in structure.layer_parameters(body.model, layer).values()}
     ignored = {p for p in body.parameters() if id(p) not in named}
     split = plan.pp > 1 and plan.schedule in SPLIT_BACKWARD
-    shard_root(stage if split else body, groups.mesh_along(mesh.names), ignored)
+    shard_root(stage if split else body, groups.mesh_along(mesh.names), ignored, gathered=masters.dtype)
 
 
 def _contains_blocks(module: nn.Module, body: StageBody) -> bool:
@@ -236,7 +265,8 @@ def _held(
     stages: Mapping[int, StageModule],
     plan: Plan,
     groups: RankGroups,
-    block_plans: Mapping[int, BlockPlan],
+    masters: Masters,
+    cuts: Mapping[str, TensorParallelCut],
     tied: Mapping[str, tuple[str, ...]],
 ) -> list[HeldParameter]:
     """Every parameter of the stages once, under the name of the first layer that uses it."""
@@ -248,17 +278,15 @@ def _held(
         structure = body.structure
         strategy = plan.strategies[layer]
         placed = mesh.place(strategy)
-        prefix = structure.block_path(layer - 1) + "." if 0 < layer <= structure.num_blocks else ""
         for name, parameter in structure.layer_parameters(body.model, layer).items():
             if id(parameter) in seen:
                 continue
             seen.add(id(parameter))
             rows = groups.along(placed.dp_shard) if strategy.zero == 1 and parameter.dim() else None
-            cut, share = None, _share(strategy, parameter)
-            if layer - 1 in block_plans:
-                block_plan = block_plans[layer - 1]
-                cut = TensorParallelCut(plan=block_plan, name=name.removeprefix(prefix), group=groups.along(placed.tp))
-                share = share * _tensor_share(block_plan, cut.name, parameter, rows)
+            cut, share = cuts.get(name), _share(strategy, parameter)
+            if cut is not None:
+                share = share * _tensor_share(cut.plan, cut.name, parameter, rows)
+            master = masters.of(name, parameter, None if cut is None else cut.piece)
             in_both = across and name in tied
             summed = () if strategy.zero > 1 else placed.dp if rows is None else placed.dp_replicate
             found.append(
@@ -266,7 +294,7 @@ def _held(
                     name=name,
                     layer=layer,
                     parameter=parameter,
-                    stepped=stand_in(parameter, rows),
+                    stepped=stand_in(parameter, rows, master),
                     rows=rows,
                     group=groups.along(summed) if summed else None,
                     share=share,

@@ -65,6 +65,7 @@ def own_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> LossFunction:
                 why="its output has no scalar `.loss`, `['loss']` or tuple element",
                 fix="put the labels into the batch, or give parallelize(..., loss=...) a function",
             )
+        mean = mean.to(torch.promote_types(mean.dtype, torch.float32))  # a sum over many tokens needs the digits
         labels = batch[labels_of(batch)]
         if labels.is_floating_point():
             count = torch.tensor(labels.shape[0], device=labels.device)

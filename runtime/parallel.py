@@ -29,6 +29,7 @@ from autopar.runtime.groups import RankGroups
 from autopar.runtime.layers import LocalLayers, place_layers
 from autopar.runtime.losses import loss_of, own_loss
 from autopar.runtime.pipelining import Pipeline
+from autopar.runtime.precision import Masters, mixed_dtype
 from autopar.runtime.spec import describe
 from autopar.runtime.stage import LossFunction, StageModule
 from autopar.runtime.stepping import follow_steps
@@ -49,13 +50,15 @@ def parallelize(
     """The model running as the plan says, on the ranks of the current process group.
 
     model: any nn.Module, equal on all ranks (otherwise rank 0's weights are taken); it is changed in place, parameter
-    names stay. loss(output, batch) -> (sum, count); default: the model's own mean loss times its number of labels.
+    names stay. Under a bfloat16 plan (mixed precision, see autopar.runtime.precision) it may be in float32.
+    loss(output, batch) -> (sum, count); default: the model's own mean loss times its number of labels.
     example: a small batch (3 samples) for models whose input cannot be made up from their signature.
     Raises InputError when the plan was made for another model or world, or cannot run on this one.
     """
     join_world(plan)
     batch = dict(example) if example is not None else _example(model, plan)
     equalise(model)
+    masters = Masters(model, mixed_dtype(plan.request.dtype))
     if not any(p.requires_grad for p in model.parameters()):
         why = "requires_grad is False for every one"
         raise InputError(f"{type(model).__name__} has no parameter to train", why=why, fix="unfreeze some")
@@ -66,7 +69,7 @@ def parallelize(
     plan.check(described.spec)
     loss = loss or own_loss(model, batch)
     groups = RankGroups(plan.mesh, plan.cluster.device)
-    layers = place_layers(model, plan, found, described, groups, loss)
+    layers = place_layers(model, plan, found, described, groups, loss, masters)
     return ParallelModel(plan, found, groups, layers, probe_tokens=_tokens(batch))
 
 
@@ -239,7 +242,8 @@ class ParallelModel(nn.Module):
                 group=self._pipeline_group,
                 device=self.device,
                 hidden_shape=shape,
-                dtype=next(p.dtype for p in self.model.parameters() if p.is_floating_point()),
+                dtype=mixed_dtype(self.plan.request.dtype)
+                or next(p.dtype for p in self.model.parameters() if p.is_floating_point()),
             )
         if shape != self._pipeline.hidden_shape:
             raise InputError(

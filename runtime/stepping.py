@@ -1,7 +1,8 @@
 """What the optimizer steps in place of parameters, and how the parameters follow it.
 
 Under ZeRO-1 a rank steps its own rows of a parameter only; the rows are a view of it, so that nothing is held twice.
-After `optimizer.step()` the other ranks' rows are gathered. torch calls a function of ours around the step of every
+Under mixed precision it steps float32 masters, of which the parameter is a rounded copy. After `optimizer.step()` the
+other ranks' rows are gathered and the copies rounded. torch calls a function of ours around the step of every
 optimizer, so that the user's loop needs no call for it.
 """
 
@@ -24,11 +25,18 @@ from autopar.runtime.gradients import HeldParameter
 from autopar.runtime.rows import own_rows, start_gather_rows
 
 
-def stand_in(parameter: nn.Parameter, rows: dist.ProcessGroup | None) -> nn.Parameter:
-    """What the optimizer steps for a parameter: itself, or under ZeRO-1 (rows: the ranks that cut it) its own rows."""
-    if rows is None or not parameter.requires_grad:
+def stand_in(parameter: nn.Parameter, rows: dist.ProcessGroup | None, master: Tensor | None) -> nn.Parameter:
+    """What the optimizer steps for a parameter: itself, its rows, its master, or the rows of that.
+
+    rows: the ranks over which ZeRO-1 cuts it; master: its float32 value under mixed precision.
+    """
+    if not parameter.requires_grad or (rows is None and master is None):
         return parameter
-    return nn.Parameter(own_rows(parameter.data, rows))
+    if master is None:
+        assert rows is not None
+        return nn.Parameter(own_rows(parameter.data, rows))
+    parameter.grad_dtype = master.dtype
+    return nn.Parameter(master if rows is None else own_rows(master, rows).clone())
 
 
 def follow_steps(owner: object, held: Sequence[HeldParameter]) -> None:

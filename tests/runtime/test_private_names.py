@@ -106,7 +106,7 @@ def test_private_attribute_is_there(name: str) -> None:
         ("torch._subclasses.fake_tensor", "FakeTensor FakeTensorMode"),
         ("torch.distributed.elastic.multiprocessing", "DefaultLogsSpecs"),
         ("torch.distributed.elastic.multiprocessing.errors", "ChildFailedError"),
-        ("torch.distributed.fsdp", "FSDPModule fully_shard"),
+        ("torch.distributed.fsdp", "FSDPModule MixedPrecisionPolicy fully_shard"),
         ("torch.distributed.launcher.api", "LaunchConfig elastic_launch"),
         (
             "torch.distributed.pipelining",
