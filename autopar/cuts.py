@@ -77,9 +77,9 @@ def legal_cuts(
             for schedule in request.schedules if pp > 1 else request.schedules[:1]:
                 reason = why_batch_illegal(request.global_batch, count, mesh)
                 if reason is None and pp > 1:
-                    reason = why_schedule_illegal(
-                        schedule, pp=pp, num_micro_batches=count
-                    ) or why_schedule_not_runnable(schedule)
+                    reason = why_schedule_illegal(schedule, pp=pp, num_micro_batches=count)
+                    if not request.allow_unrunnable:
+                        reason = reason or why_schedule_not_runnable(schedule, request.dtype)
                 if reason is None:
                     found.append(Cut(pp=pp, num_micro_batches=count, schedule=schedule))
                 else:

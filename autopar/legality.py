@@ -126,8 +126,13 @@ def _why_sequence_illegal(strategy: Strategy, sequence: int) -> str | None:
     return f"sequence {sequence} is not divisible by {' times '.join(causes)}; the next legal length is {longer}"
 
 
-def why_schedule_not_runnable(schedule: Schedule) -> str | None:
-    """Why the runtime of this version cannot run a schedule."""
+def why_schedule_not_runnable(schedule: Schedule, dtype: str = "float32") -> str | None:
+    """Why the runtime of this version cannot run a schedule with this dtype."""
+    if schedule in SPLIT_BACKWARD and dtype == "bfloat16":
+        return (
+            f"{schedule} does not run in bfloat16 yet: torch adds up the gradients of its split backwards in bfloat16, "
+            "not in float32 as everywhere else"
+        )
     return None
 
 

@@ -195,7 +195,7 @@ class Plan:
             if reason:
                 found.setdefault(reason, []).append(name)
         parts = [f"{reason} (layers {', '.join(names)})" for reason, names in found.items()]
-        schedule = why_schedule_not_runnable(self.schedule) if self.pp > 1 else None
+        schedule = why_schedule_not_runnable(self.schedule, self.request.dtype) if self.pp > 1 else None
         return (*((schedule,) if schedule else ()), *parts)
 
     def check_runnable(self) -> None:

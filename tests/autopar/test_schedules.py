@@ -59,6 +59,10 @@ def test_each_reason_names_its_numbers() -> None:
     assert words == "dualpipev needs at least as many micro-batches as stages: 7 for 8"
     words = why_schedule_illegal("zbv", pp=4, num_micro_batches=8, stages_per_rank=3)
     assert words == "zbv puts exactly 2 stages on a rank, not 3"
-    assert why_schedule_not_runnable("1f1b") is None
+    assert why_schedule_not_runnable("1f1b", "bfloat16") is None
+    assert why_schedule_not_runnable("zbv") is None
+    words = why_schedule_not_runnable("zbv", "bfloat16")
+    assert words is not None
+    assert "zbv does not run in bfloat16 yet" in words
     assert why_sharding_illegal(Strategy.parse("dp4-z3"), "zbv") is not None
     assert why_sharding_illegal(Strategy.parse("dp4-z3"), "1f1b") is None
