@@ -1,4 +1,4 @@
-"""What one rank holds at every moment of a step, and bounds on its peak in the form that solvers add up.
+"""What one rank holds at every moment of a step.
 
 `walk` goes through the rank's own list of forwards and backwards, layer by layer, adds and frees named parts and keeps
 the highest moment. What it follows is FSDP2 of torch 2.13 with one unit a layer, AdamW in its steady state:
@@ -16,13 +16,13 @@ the highest moment. What it follows is FSDP2 of torch 2.13 with one unit a layer
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import ceil
-from typing import Literal
 
 from autopar.measured import LayerCost
+from autopar.orders import Action, Kind
 from autopar.plan import RankMemory
 from autopar.request import Optimizer
 from autopar.strategy import Strategy
@@ -101,6 +101,11 @@ class Unit:
         """What a live micro-batch keeps from this layer's forward to its backward."""
         return self.input_bytes if self.recompute else self.saved_bytes
 
+    @property
+    def second_part_bytes(self) -> int:
+        """What the first part of a backward leaves for the second beside what was kept: gradients, recomputed sets."""
+        return self.output_bytes + self.saved_bytes - self.kept_bytes
+
     @cached_property
     def later_backward_peak_bytes(self) -> int:
         """The working set of a backward that adds to gradients that already exist: one new gradient at a time.
@@ -121,6 +126,8 @@ class _Ledger:
     total_bytes: int = 0
     peak_bytes: int = -1
     peak: dict[str, int] = field(default_factory=dict)
+    moment: RankMemory | None = None
+    recording: bool = False
 
     def add(self, part: str, size_bytes: int) -> None:
         self.live[part] += size_bytes
@@ -134,11 +141,16 @@ class _Ledger:
             self.peak = dict(self.live)
             self.peak["transient"] += transient_bytes
             self.peak["communication"] += communication_bytes
+        if self.recording and (self.moment is None or moment_bytes > self.moment.peak_bytes):
+            parts = dict(self.live)
+            parts["transient"] += transient_bytes
+            parts["communication"] += communication_bytes
+            self.moment = RankMemory(peak_bytes=moment_bytes, parts_bytes=parts)
 
 
 def walk(
     units: Sequence[Unit],
-    order: Sequence[tuple[Literal["F", "B"], int]],
+    order: Sequence[Action],
     *,
     optimizer: Optimizer,
     buffers_bytes: int = 0,
@@ -151,20 +163,74 @@ def walk(
     whole step to receive into; held_bytes: what each live micro-batch holds at the ends of the stage beside the
     layers' own saved sets (negative when a saved input lies in a receive buffer).
     """
-    ledger = _Ledger()
-    state = _State(ledger=ledger, units=units, optimizer=optimizer)
-    for unit in units:
+    stage = order[0][1] if order else 0
+    return walk_stages(
+        {stage: units}, order, optimizer=optimizer, buffers_bytes=buffers_bytes, held_bytes={stage: held_bytes}
+    )
+
+
+def walk_stages(
+    stages: Mapping[int, Sequence[Unit]],
+    order: Sequence[Action],
+    *,
+    optimizer: Optimizer,
+    buffers_bytes: int = 0,
+    held_bytes: Mapping[int, int] | None = None,
+    moments: list[RankMemory] | None = None,
+) -> RankMemory:
+    """`walk` for a rank with any stages, in O(units) for one stage, otherwise in O(units * micro-batches).
+
+    A backward in two parts keeps the saved set and the gradients between layers until its second part; the first
+    stage works in the second part only. moments: gets the highest moment of each action, and that of the optimizer.
+    """
+    ledger = _Ledger(recording=moments is not None)
+    states = {stage: _State(ledger=ledger, units=units, optimizer=optimizer) for stage, units in stages.items()}
+    every = [unit for units in stages.values() for unit in units]
+    for unit in every:
         ledger.add("parameters", unit.share(unit.parameter_bytes))
         ledger.add("optimizer", unit.optimizer_share(unit.trainable_bytes) * OPTIMIZER_COPIES[optimizer])
     ledger.add("communication", buffers_bytes)
     ledger.look(0)
-    phases = re.finditer("(?:BF)+|F+|B+", "".join(kind for kind, _ in order))
-    for phase in (match[0] for match in phases):
-        pattern = "BF" if phase.startswith("BF") else phase[0]
-        _repeat(state, pattern, len(phase) // len(pattern), held_bytes)
-    largest_bytes = max(unit.optimizer_share(unit.largest_parameter_bytes) for unit in units)
+    held_bytes = held_bytes or {}
+    if len(stages) == 1 and moments is None and all(kind in "FB" for kind, _, _ in order):
+        stage = next(iter(stages))
+        phases = re.finditer("(?:BF)+|F+|B+", "".join(action[0] for action in order))
+        for phase in (match[0] for match in phases):
+            pattern = "BF" if phase.startswith("BF") else phase[0]
+            _repeat(states[stage], pattern, len(phase) // len(pattern), held_bytes.get(stage, 0))
+    else:
+        for kind, stage, _ in order:
+            ledger.moment = None
+            _act(states[stage], kind, held_bytes.get(stage, 0), first=stage == 0)
+            if moments is not None:
+                ledger.look(0)
+                moments.append(_moment(ledger))
+    ledger.moment = None
+    largest_bytes = max(unit.optimizer_share(unit.largest_parameter_bytes) for unit in every)
     ledger.look(largest_bytes * OPTIMIZER_TEMPORARIES[optimizer])
+    if moments is not None:
+        moments.append(_moment(ledger))
     return RankMemory(peak_bytes=ledger.peak_bytes, parts_bytes=ledger.peak)
+
+
+def _moment(ledger: _Ledger) -> RankMemory:
+    assert ledger.moment is not None
+    return ledger.moment
+
+
+def _act(state: _State, kind: Kind, held_bytes: int, *, first: bool) -> None:
+    """One action of a stage."""
+    ledger = state.ledger
+    if kind == "F":
+        state.forward()
+        ledger.add("activations", held_bytes)
+        ledger.look(0)
+    elif kind == "I":
+        if not first:
+            state.inputs_gradient()
+    else:
+        state.backward(second=kind == "W" and not first)
+        ledger.add("activations", -held_bytes)
 
 
 def _repeat(state: _State, pattern: str, times: int, held_bytes: int) -> None:
@@ -177,13 +243,7 @@ def _repeat(state: _State, pattern: str, times: int, held_bytes: int) -> None:
     while done < times:
         before, signature = ledger.live["activations"], state.signature
         for kind in pattern:
-            if kind == "F":
-                state.forward()
-                ledger.add("activations", held_bytes)
-                ledger.look(0)
-            else:
-                state.backward()
-                ledger.add("activations", -held_bytes)
+            _act(state, "F" if kind == "F" else "B", held_bytes, first=False)
         done += 1
         if signature == state.signature:
             growth_bytes = ledger.live["activations"] - before
@@ -224,7 +284,7 @@ class _State:
             if unit.zero == 3:
                 self._reshard(i)
 
-    def backward(self) -> None:
+    def backward(self, *, second: bool = False) -> None:
         ledger, reduced_bytes, prefetched = self.ledger, 0, -1
         for i in reversed(range(len(self.units))):
             unit = self.units[i]
@@ -236,7 +296,9 @@ class _State:
                     ledger.look(unit.output_bytes, reduced_bytes + unit.parameter_bytes)
                 prefetched = self._next_sharded(i)
             buffers = reduced_bytes + (self.units[prefetched].parameter_bytes if prefetched >= 0 else 0)
-            if unit.recompute:
+            if second:
+                ledger.add("activations", -unit.second_part_bytes)
+            elif unit.recompute:
                 ledger.look(unit.output_bytes + unit.forward_peak_bytes, buffers)
             later = not unit.gathers and i in self.graded
             work = unit.later_backward_peak_bytes if later else unit.backward_peak_bytes
@@ -257,6 +319,21 @@ class _State:
             ledger.look(unit.input_bytes, buffers)
             if unit.relayout:
                 ledger.look(unit.input_bytes + self._before(i), buffers)
+
+    def inputs_gradient(self) -> None:
+        """The first part of a backward: no gradients of weights yet; what the second part needs of it stays."""
+        ledger = self.ledger
+        for i in reversed(range(len(self.units))):
+            unit = self.units[i]
+            if unit.gathers and i not in self.unsharded:
+                self._unshard(i)
+                ledger.look(unit.output_bytes + unit.parameter_bytes)
+            if unit.recompute:
+                ledger.look(unit.output_bytes + unit.forward_peak_bytes)
+            work = max(unit.saved_bytes, unit.backward_peak_bytes - unit.trainable_bytes)
+            ledger.look(max(0, unit.input_bytes + work - unit.kept_bytes))
+            ledger.add("activations", unit.second_part_bytes)
+            ledger.look(unit.input_bytes)
 
     def _unshard(self, i: int) -> None:
         self.unsharded.add(i)
@@ -284,69 +361,3 @@ def edge_bytes(size_bytes: int, *, stage: int, pp: int, micro_batches: int) -> t
     """
     before, behind = int(stage > 0), int(stage < pp - 1)
     return size_bytes * (micro_batches * (before + behind) + behind), size_bytes * behind
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bound:
-    """A bound on the peak as solvers add it up: sum of (state + in-flight * saved) plus the largest transient."""
-
-    state_bytes: int
-    saved_bytes: int
-    transient_bytes: int
-
-
-def upper_bound(
-    unit: Unit,
-    *,
-    optimizer: Optimizer,
-    steady: bool,
-    before_bytes: int = 0,
-    after_bytes: int = 0,
-    arriving_bytes: int = 0,
-) -> Bound:
-    """A bound that `walk` never exceeds, whatever the strategies of the other layers of the stage.
-
-    steady: as in `lower_bound`; otherwise a layer's gradients only come as its saved sets go, and the larger counts.
-    before_bytes, after_bytes: the largest parameters of a ZeRO unit before and after this one in the stage, whose
-    buffers may be alive while this one works; arriving_bytes: its input in the layout of the layer before.
-    """
-    grads, kept, moving = unit.trainable_bytes, unit.kept_bytes, unit.input_bytes
-    whole = unit.parameter_bytes if unit.gathers else 0
-    resident = whole if unit.zero == 3 else 0
-    counted = unit.share(grads) if steady else max(0, unit.share(grads) - kept)
-    state = unit.share(unit.parameter_bytes) + unit.optimizer_share(grads) * OPTIMIZER_COPIES[optimizer] + counted
-    state += whole - resident
-    # While the layer itself works backwards its gradients are there beside its saved sets.
-    own = unit.share(grads) - counted
-    around = before_bytes + after_bytes
-    work = max(unit.backward_peak_bytes, unit.later_backward_peak_bytes + (0 if unit.gathers else grads))
-    moments = [
-        arriving_bytes + moving + around + own,
-        moving + before_bytes + whole,
-        max(0, moving + unit.forward_peak_bytes - kept) + max(whole, before_bytes) + resident,
-        unit.output_bytes + max(whole, before_bytes) + resident,
-        unit.output_bytes + after_bytes + whole + resident + own,
-        max(0, moving + work - kept - (0 if unit.gathers else grads)) + around + resident + own,
-        moving + before_bytes + (2 * grads if unit.gathers else after_bytes) + own,
-        unit.optimizer_share(unit.largest_parameter_bytes) * OPTIMIZER_TEMPORARIES[optimizer],
-    ]
-    if unit.recompute:
-        moments.append(unit.output_bytes + unit.forward_peak_bytes + around + resident + own)
-    return Bound(state_bytes=state, saved_bytes=kept, transient_bytes=max(moments))
-
-
-def lower_bound(unit: Unit, *, optimizer: Optimizer, steady: bool, last: bool) -> Bound:
-    """A bound that `walk` never goes below: what lives when a backward begins with the most micro-batches in flight.
-
-    steady: that happens again after the first backward, so that all gradients exist by then; last: the unit ends the
-    chain, so that its own backward is that moment.
-    """
-    grads = unit.trainable_bytes
-    state = unit.share(unit.parameter_bytes) + unit.optimizer_share(grads) * OPTIMIZER_COPIES[optimizer]
-    state += unit.share(grads) * int(steady)
-    state += unit.parameter_bytes if unit.zero == 2 else 0
-    transient = 0
-    if last:
-        work = unit.later_backward_peak_bytes if steady and not unit.gathers else unit.backward_peak_bytes
-        transient = max(0, unit.input_bytes + work - unit.kept_bytes) + (unit.parameter_bytes if unit.zero == 3 else 0)
-    return Bound(state_bytes=state, saved_bytes=unit.kept_bytes, transient_bytes=transient)

@@ -1,143 +1,244 @@
-"""The order of forwards and backwards on each stage, and the event simulation of a step.
+"""The event simulation of a step: every rank works through its own order, waits for what it needs, then ends the step.
 
-The orders equal what the schedules of torch.distributed.pipelining execute (a test compares them); nothing here needs
-torch. A forward waits for the forward of the stage before, a backward for the backward of the stage after, each plus
-one send; a stage does one thing at a time, in its order.
+A forward waits for the forward of the stage before, a backward (or its first part) for that of the stage after, each
+plus one send where they stand on different ranks. A rank does one thing at a time. After its last action it sums its
+gradients; then all ranks wait for one another (loss and gradient norm are global), and each runs its optimizer.
+
+Ranks that share cores compute faster while others wait: `Sharing` says how fast, and the simulation then follows the
+speeds from event to event. Otherwise the end of every action is a longest path, found in one pass over a table that
+depends on schedule and sizes alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Literal
 
+from autopar.programs import Program, program
 from autopar.request import Schedule
+from autopar.schedules import stage_rank
+from autopar.sharing import Sharing, shared_bars
 
-Action = tuple[Literal["F", "B"], int]
-"""Forward or backward of a micro-batch."""
-
-
-@lru_cache(maxsize=256)
-def actions(schedule: Schedule, stages: int, stage: int, micro_batches: int) -> tuple[Action, ...]:
-    """What a stage does in a step, in order.
-
-    gpipe: all forwards, then all backwards; 1f1b: min(stages - stage, micro_batches) forwards, then by turns. One
-    stage alone runs its micro-batches one after another under either name.
-    """
-    count = micro_batches
-    warm = in_flight(schedule, stages, stage, count)
-    order: list[Action] = [("F", m) for m in range(warm)]
-    for m in range(count):
-        order.append(("B", m))
-        if warm + m < count:
-            order.append(("F", warm + m))
-    return tuple(order)
-
-
-def in_flight(schedule: Schedule, stages: int, stage: int, micro_batches: int) -> int:
-    """The largest number of micro-batches of a stage between their forward and the end of their backward."""
-    if schedule == "gpipe" and stages > 1:
-        return micro_batches
-    return min(stages - stage, micro_batches)
+ASSUMED_INPUT_PART = 0.5
+"""Assumed: the share of a backward that the gradients of the inputs take; each product of it has two equal halves."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageTimes:
-    """Seconds of a stage: forward and backward of one micro-batch, and what follows its last backward."""
+    """Seconds of a stage for one micro-batch on one rank.
+
+    forward_s, backward_s: all of it; waiting_forward_s, waiting_backward_s: the part of them in which the rank waits
+    for collectives and computes nothing; gather_s: what a forward or backward takes longer that finds the parameters
+    of ZeRO-2 layers sharded (the first forward, and what follows a backward). Of a backward in two parts the first
+    takes the collectives and ASSUMED_INPUT_PART of the rest.
+    """
 
     forward_s: float
     backward_s: float
-    tail_s: float = 0.0
+    waiting_forward_s: float = 0.0
+    waiting_backward_s: float = 0.0
+    gather_s: float = 0.0
+
+    def seconds(self, first: bool) -> tuple[tuple[float, float], ...]:
+        """(all, thereof waiting) of F, B, I and W, each warm and with its gather; `first`: no inputs' gradients.
+
+        torch runs the whole backward of the first stage in its second part.
+        """
+        whole, waits = self.backward_s, self.waiting_backward_s
+        later = (whole - waits) * (1 - ASSUMED_INPUT_PART)
+        rows = [(self.forward_s, self.waiting_forward_s), (whole, waits)]
+        rows += [(0.0, 0.0), (whole, waits)] if first else [(whole - later, waits), (later, 0.0)]
+        return tuple(
+            pair
+            for all_s, wait_s in rows
+            for pair in ((all_s, wait_s), (all_s + self.gather_s, wait_s + self.gather_s))
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """How a step ends, in seconds: gradient sync and optimizer of each pipeline rank (empty for none), and, over ranks
+    that wait for one another, the sync of tied weights on the first and last stage, and the global reductions.
+    """
+
+    sync_s: tuple[float, ...] = ()
+    tied_s: float = 0.0
+    clip_s: float = 0.0
+    optimizer_s: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Operation:
-    """One bar of the timeline; kind "tail" is gradient sync and optimizer, without a micro-batch (-1)."""
+    """One bar of the timeline; micro_batch and stage are -1 for what ends the step."""
 
     start_s: float
     end_s: float
+    rank: int
     stage: int
     micro_batch: int
-    kind: Literal["F", "B", "tail"]
+    kind: Literal["F", "B", "I", "W", "sync", "tied", "clip", "optimizer"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """A simulated step; last_rank: the pipeline rank that the others wait for before the end of the step; ready_s:
+    when it is ready for that; busy_s: its seconds in actions.
+    """
+
+    step_s: float
+    last_rank: int
+    ready_s: float
+    busy_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """A simulated step: its operations by start, its end, and the stage that ends last."""
+    """A simulated step: its operations by start, its end, and the pipeline rank that the others wait for."""
 
     operations: tuple[Operation, ...]
     step_s: float
-    last_stage: int
+    last_rank: int
 
-    def busy_s(self, stage: int) -> float:
-        """Seconds in which a stage works."""
-        return sum(op.end_s - op.start_s for op in self.operations if op.stage == stage)
+    def busy_s(self, rank: int) -> float:
+        """Seconds in which a rank works."""
+        return sum(op.end_s - op.start_s for op in self.operations if op.rank == rank)
 
 
-def simulate(stages: Sequence[StageTimes], *, schedule: Schedule, micro_batches: int, send_s: float) -> Timeline:
-    """The timeline of a step, in O(stages * micro-batches).
+def step(
+    stages: Sequence[StageTimes],
+    *,
+    schedule: Schedule,
+    micro_batches: int,
+    send_s: float,
+    pp: int | None = None,
+    ending: Ending | None = None,
+    sharing: Sharing | None = None,
+) -> StepTime:
+    """`simulate` without its operations, in O(stages * micro-batches)."""
+    made, pp = _program(stages, schedule, micro_batches, pp)
+    table = _table(stages)
+    if sharing is not None and sharing.matters and pp > 1:
+        bars = shared_bars(made, table, pp, send_s, sharing)
+        clock, busy = [0.0] * pp, [0.0] * pp
+        for rank, (start, end) in zip(made.ranks, bars, strict=True):
+            clock[rank] = end
+            busy[rank] += end - start
+    else:
+        lengths, clock, arrived = [all_s for all_s, _ in table], [0.0] * pp, [0.0]
+        arrive = arrived.append
+        for rank, code, source in zip(made.ranks, made.codes, made.sources, strict=True):
+            now = clock[rank]
+            wait = arrived[source]
+            now = (wait if wait > now else now) + lengths[code]
+            clock[rank] = now
+            arrive(now + send_s)
+        busy = [sum(count * lengths[code] for code, count in found.items()) for found in made.counts]
+    ready = _ready(clock, stages, schedule, pp, ending)
+    last = ready.index(max(ready))
+    step_s = ready[last] + _after(ending)
+    return StepTime(step_s=step_s, last_rank=last, ready_s=ready[last], busy_s=busy[last])
 
-    The stages of equal end that end last: the first is named. Raises ValueError when nothing would run.
+
+def simulate(
+    stages: Sequence[StageTimes],
+    *,
+    schedule: Schedule,
+    micro_batches: int,
+    send_s: float,
+    pp: int | None = None,
+    ending: Ending | None = None,
+    sharing: Sharing | None = None,
+) -> Timeline:
+    """The timeline of a step: `stages` in the order of the chain, on `pp` ranks (one stage a rank when None).
+
+    Of ranks that the others wait for the first is named. Raises ValueError when nothing would run.
     """
-    ends, clock = _ends(stages, schedule=schedule, micro_batches=micro_batches, send_s=send_s)
-    operations: list[Operation] = []
-    for stage, (times, done) in enumerate(zip(stages, ends, strict=True)):
-        for (kind, m), (start_s, end_s) in done.items():
-            operations.append(Operation(start_s=start_s, end_s=end_s, stage=stage, micro_batch=m, kind=kind))
-        if times.tail_s:
-            start_s = clock[stage] - times.tail_s
-            operations.append(Operation(start_s=start_s, end_s=clock[stage], stage=stage, micro_batch=-1, kind="tail"))
-    step_s = max(clock)
-    operations.sort(key=lambda op: (op.start_s, op.stage, op.micro_batch))
-    return Timeline(operations=tuple(operations), step_s=step_s, last_stage=clock.index(step_s))
+    made, pp = _program(stages, schedule, micro_batches, pp)
+    table = _table(stages)
+    if sharing is not None and sharing.matters and pp > 1:
+        bars = shared_bars(made, table, pp, send_s, sharing)
+    else:
+        bars = []
+        clock, arrived = [0.0] * pp, [0.0]
+        for rank, code, source in zip(made.ranks, made.codes, made.sources, strict=True):
+            start = max(clock[rank], arrived[source])
+            clock[rank] = start + table[code][0]
+            bars.append((start, clock[rank]))
+            arrived.append(clock[rank] + send_s)
+    clock = [0.0] * pp
+    found = []
+    for rank, (kind, stage, m), (start, end) in zip(made.ranks, made.acts, bars, strict=True):
+        found.append(Operation(start_s=start, end_s=end, rank=rank, stage=stage, micro_batch=m, kind=kind))
+        clock[rank] = end
+    ready = _ready(clock, stages, schedule, pp, ending)
+    found += _ending_bars(clock, ready, _ends(stages, schedule, pp), ending or Ending())
+    found.sort(key=lambda op: (op.start_s, op.rank, op.end_s, op.stage, op.micro_batch))
+    last = ready.index(max(ready))
+    return Timeline(operations=tuple(found), step_s=ready[last] + _after(ending), last_rank=last)
 
 
-def step(stages: Sequence[StageTimes], *, schedule: Schedule, micro_batches: int, send_s: float) -> tuple[float, int]:
-    """The seconds of the simulated step and the stage that ends last: `simulate` without its operations."""
-    clock = _ends(stages, schedule=schedule, micro_batches=micro_batches, send_s=send_s)[1]
-    step_s = max(clock)
-    return step_s, clock.index(step_s)
+def _program(
+    stages: Sequence[StageTimes], schedule: Schedule, micro_batches: int, pp: int | None
+) -> tuple[Program, int]:
+    pp = len(stages) if pp is None else pp
+    if not stages or pp < 1 or len(stages) % pp:
+        raise ValueError(f"nothing to simulate: {len(stages)} stages on {pp} ranks")
+    return program(schedule, pp, len(stages) // pp, micro_batches), pp
 
 
-def _ends(
-    stages: Sequence[StageTimes], *, schedule: Schedule, micro_batches: int, send_s: float
-) -> tuple[list[dict[Action, tuple[float, float]]], list[float]]:
-    """When each action of each stage starts and ends, and when each stage ends, its tail included."""
-    count = len(stages)
-    if count < 1 or micro_batches < 1:
-        raise ValueError(f"nothing to simulate: {count} stages, {micro_batches} micro-batches")
-    orders = [actions(schedule, count, stage, micro_batches) for stage in range(count)]
-    done: list[dict[Action, tuple[float, float]]] = [{} for _ in range(count)]
-    clock = [0.0] * count
-    remaining = sum(map(len, orders))
-    while remaining:
-        before = remaining
-        for stage, times in enumerate(stages):
-            mine, order, now = done[stage], orders[stage], clock[stage]
-            place = len(mine)
-            while place < len(order):
-                action = order[place]
-                forward = action[0] == "F"
-                source = stage - 1 if forward else stage + 1
-                start = now
-                if 0 <= source < count:
-                    arrived = done[source].get(action)
-                    if arrived is None:
-                        break
-                    start = max(now, arrived[1] + send_s)
-                now = start + (times.forward_s if forward else times.backward_s)
-                mine[action] = start, now
-                place += 1
-            clock[stage] = now
-        remaining = sum(len(order) - len(mine) for order, mine in zip(orders, done, strict=True))
-        if remaining == before:
-            raise ValueError(f"the schedule {schedule} waits for itself")
-    return done, [now + times.tail_s for now, times in zip(clock, stages, strict=True)]
+def _table(stages: Sequence[StageTimes]) -> list[tuple[float, float]]:
+    """Per code of a program: seconds, and seconds of waiting among them."""
+    return [pair for place, times in enumerate(stages) for pair in times.seconds(place == 0)]
+
+
+def _ends(stages: Sequence[StageTimes], schedule: Schedule, pp: int) -> tuple[int, int]:
+    """The ranks of the first and the last stage."""
+    return stage_rank(schedule, pp=pp, stage=0), stage_rank(schedule, pp=pp, stage=len(stages) - 1)
+
+
+def _ready(
+    clock: Sequence[float], stages: Sequence[StageTimes], schedule: Schedule, pp: int, ending: Ending | None
+) -> list[float]:
+    """When each rank has the sums of its gradients."""
+    if ending is None:
+        return list(clock)
+    ready = [now + s for now, s in zip(clock, ending.sync_s, strict=True)] if ending.sync_s else list(clock)
+    if ending.tied_s:
+        first, last = _ends(stages, schedule, pp)
+        ready[first] = ready[last] = max(ready[first], ready[last]) + ending.tied_s
+    return ready
+
+
+def _after(ending: Ending | None) -> float:
+    """Seconds from when the last rank is ready."""
+    return 0.0 if ending is None else ending.clip_s + max(ending.optimizer_s, default=0.0)
+
+
+def _ending_bars(
+    clock: Sequence[float], ready: Sequence[float], ends: tuple[int, int], ending: Ending
+) -> list[Operation]:
+    """What each rank does after its last action."""
+    found, ready_s = [], max(ready)
+    for rank, now in enumerate(clock):
+        sync_s = ending.sync_s[rank] if ending.sync_s else 0.0
+        own_s = ending.optimizer_s[rank] if ending.optimizer_s else 0.0
+        tied_s = ending.tied_s if rank in ends else 0.0
+        clip_s = ready_s + ending.clip_s
+        bars: tuple[tuple[Literal["sync", "tied", "clip", "optimizer"], float, float], ...] = (
+            ("sync", now, now + sync_s),
+            ("tied", ready[rank] - tied_s, ready[rank]),
+            ("clip", ready_s, clip_s),
+            ("optimizer", clip_s, clip_s + own_s),
+        )
+        for kind, start_s, end_s in bars:
+            if end_s > start_s:
+                found.append(Operation(start_s=start_s, end_s=end_s, rank=rank, stage=-1, micro_batch=-1, kind=kind))
+    return found
 
 
 def lower_bound_s(stages: Sequence[StageTimes], *, micro_batches: int, send_s: float) -> float:
-    """Seconds that no 1F1B step goes below, tails left out.
+    """Seconds that no 1F1B step goes below, its ending left out.
 
     max over s of  sum_{j<s} (t_j + 2c) + max(M t_s, floor(M / (S-s)) R_s),  R_s = sum_{j>=s} t_j + 2c (S-1-s)
     (design: cost model, section 4: no violation in 4320 simulated cases, mean gap 4.7 %).

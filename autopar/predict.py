@@ -3,27 +3,44 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from math import ceil
+from typing import TypedDict
 
 from autopar.axes import Layout, RankMesh
 from autopar.cluster import ClusterSpec
-from autopar.measured import LayerProfile, LinkProfile, Origin, weakest
-from autopar.memory import Unit, edge_bytes, walk
+from autopar.comm import seconds, shape_of
+from autopar.measured import GroupShape, LayerProfile, LinkProfile, Origin, weakest
+from autopar.memory import Unit, edge_bytes, walk_stages
 from autopar.model import ModelSpec
-from autopar.pipeline import StageTimes, Timeline, actions, simulate, step
+from autopar.orders import actions
+from autopar.pipeline import Ending, StageTimes, Timeline, simulate, step
 from autopar.plan import Plan, Prediction, RankMemory
+from autopar.request import Schedule
+from autopar.schedules import stage_rank
+from autopar.sharing import Sharing
 from autopar.strategy import Strategy
 from autopar.tables import activation_bytes, layer_cost, layer_layout, shared_bytes
 from autopar.work import Work, layer_work, relayout_s, send_s
 
+CAUSES = ("compute", "tp_communication", "zero_communication", "relayout")
+"""What the actions of a rank spend their time on."""
+
+GLOBAL_SUM_BYTES = 16
+"""The loss with its number of labels, and the norm of the gradient: an all-reduce over all ranks each."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StageWork:
-    """Seconds of one stage: of one micro-batch by cause (forward and backward), and once a step."""
+    """Seconds of one stage: of one micro-batch by cause (forward and backward), and once a step.
+
+    gather_s: of ZeRO-2 layers, once between two backwards; not in the others.
+    """
 
     forward_s: dict[str, float]
     backward_s: dict[str, float]
+    gather_s: float
     sync_s: float
     optimizer_s: float
     origin: Origin
@@ -31,65 +48,141 @@ class StageWork:
     @property
     def times(self) -> StageTimes:
         """The stage as the simulation sees it."""
+        forward_s, backward_s = sum(self.forward_s.values()), sum(self.backward_s.values())
         return StageTimes(
-            forward_s=sum(self.forward_s.values()),
-            backward_s=sum(self.backward_s.values()),
-            tail_s=self.sync_s + self.optimizer_s,
+            forward_s=forward_s,
+            backward_s=backward_s,
+            waiting_forward_s=forward_s - self.forward_s["compute"],
+            waiting_backward_s=backward_s - self.backward_s["compute"],
+            gather_s=self.gather_s,
         )
+
+    def cause_s(self, cause: str) -> float:
+        """Seconds of one micro-batch that go to a cause."""
+        return self.forward_s[cause] + self.backward_s[cause] + self.gather_s * (cause == "zero_communication")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simulated:
+    """What the simulation of a plan needs."""
+
+    plan: Plan
+    works: tuple[StageWork, ...]
+    send_s: float
+    ending: Ending
+    sharing: Sharing | None
+
+    @property
+    def times(self) -> list[StageTimes]:
+        """The stages in order."""
+        return [work.times for work in self.works]
+
+    @property
+    def asked(self) -> Asked:
+        """What stays the same whatever a send takes."""
+        plan = self.plan
+        return Asked(
+            schedule=plan.schedule,
+            micro_batches=plan.num_micro_batches,
+            pp=plan.pp,
+            ending=self.ending,
+            sharing=self.sharing,
+        )
+
+
+class Asked(TypedDict):
+    """Arguments of `simulate` and `step`."""
+
+    schedule: Schedule
+    micro_batches: int
+    pp: int
+    ending: Ending
+    sharing: Sharing | None
 
 
 def predict(
     plan: Plan, model: ModelSpec, layers: LayerProfile, cluster: ClusterSpec, links: LinkProfile
 ) -> Prediction:
-    """The predicted step and its parts for the stage that ends last, and the peak of every rank with its parts.
+    """The predicted step and its parts for the rank that the others wait for, and the peak of every rank.
 
-    O(layers * micro-batches). Raises ValueError for a layer that was not measured as the plan runs it.
+    O(layers + stages * micro-batches). Raises ValueError for a layer that was not measured as the plan runs it.
     """
-    works = stage_works(plan, model, layers, cluster, links)
-    times, count = [work.times for work in works], plan.num_micro_batches
-    one_send_s = _send_s(plan, model, layers, cluster, links)
-    step_s, last_stage = step(times, schedule=plan.schedule, micro_batches=count, send_s=one_send_s)
-    free_s, _ = step(times, schedule=plan.schedule, micro_batches=count, send_s=0.0) if one_send_s else (step_s, 0)
-    last, ends = works[last_stage], times[last_stage]
+    found = simulated(plan, model, layers, cluster, links)
+    ending, run = found.ending, partial(step, found.times, **found.asked)
+    took = run(send_s=found.send_s)
+    step_s = took.step_s
+    free_s = run(send_s=0.0).step_s if found.send_s else step_s
+    held = plan.stages_of_rank(took.last_rank)
     parts = {
-        name: count * (last.forward_s[name] + last.backward_s[name])
-        for name in ("compute", "tp_communication", "zero_communication", "relayout")
+        cause: plan.num_micro_batches * sum(found.works[stage].cause_s(cause) for stage in held) for cause in CAUSES
     }
-    idle_s = max(0.0, step_s - count * (ends.forward_s + ends.backward_s) - ends.tail_s)
+    # Where ranks share cores, the compute takes what the others leave to it.
+    parts["compute"] = max(0.0, parts["compute"] + took.busy_s - sum(parts.values()))
+    at_an_end = not {0, plan.num_stages - 1}.isdisjoint(held)
+    sync_s = ending.sync_s[took.last_rank] + ending.tied_s * at_an_end
+    idle_s = max(0.0, took.ready_s - took.busy_s - sync_s)
     # What the sends add to the step; the rest of the waiting is the bubble.
     parts["p2p"] = min(idle_s, max(0.0, step_s - free_s))
     parts["bubble"] = idle_s - parts["p2p"]
-    parts["gradient_sync"], parts["optimizer"] = last.sync_s, last.optimizer_s
+    parts["gradient_sync"], parts["clip"] = sync_s, ending.clip_s
+    parts["optimizer"] = max(ending.optimizer_s)
     units: Units = {}
-    by_stage = [stage_memory(plan, stage, model, layers, units) for stage in range(plan.pp)]
-    memory = tuple(peak for peak in by_stage for _ in range(plan.mesh.ranks_per_stage))
+    by_rank = [rank_memory(plan, rank, model, layers, units) for rank in range(plan.pp)]
+    memory = tuple(peak for peak in by_rank for _ in range(plan.mesh.ranks_per_stage))
     peaks = [peak.peak_bytes for peak in memory]
     return Prediction(
         step_s=step_s,
         parts_s=parts,
         memory=memory,
         worst_rank=peaks.index(max(peaks)),
-        origin=weakest(*(work.origin for work in works)),
+        origin=weakest(*(work.origin for work in found.works)),
     )
 
 
 def timeline(plan: Plan, model: ModelSpec, layers: LayerProfile, cluster: ClusterSpec, links: LinkProfile) -> Timeline:
     """The simulated step of a plan, operation by operation."""
-    works = stage_works(plan, model, layers, cluster, links)
-    return simulate(
-        [work.times for work in works],
-        schedule=plan.schedule,
-        micro_batches=plan.num_micro_batches,
-        send_s=_send_s(plan, model, layers, cluster, links),
-    )
+    found = simulated(plan, model, layers, cluster, links)
+    return simulate(found.times, send_s=found.send_s, **found.asked)
 
 
-def stage_works(
+def simulated(
     plan: Plan, model: ModelSpec, layers: LayerProfile, cluster: ClusterSpec, links: LinkProfile
-) -> tuple[StageWork, ...]:
-    """The seconds of each stage of a plan, by cause."""
-    known: dict[tuple[str, Strategy], Work] = {}
-    return tuple(_stage_work(plan, stage, model, layers, cluster, links, known) for stage in range(plan.num_stages))
+) -> Simulated:
+    """The seconds of each stage of a plan, of what ends its step, and how its ranks share cores."""
+    mesh, known = plan.mesh, dict[tuple[str, Strategy], Work]()
+    works = tuple(_stage_work(plan, s, model, layers, cluster, links, known) for s in range(plan.num_stages))
+    held = [plan.stages_of_rank(rank) for rank in range(plan.pp)]
+    world = RankMesh.of(world_size=mesh.world_size, ranks_per_node=cluster.ranks_per_node)
+    everyone = shape_of(world, world.names, cluster.ranks_per_node)
+    ending = Ending(
+        sync_s=tuple(sum(works[stage].sync_s for stage in stages) for stages in held),
+        tied_s=_tied_s(plan, model, cluster, links),
+        clip_s=2 * seconds(links, "all_reduce", everyone, GLOBAL_SUM_BYTES).seconds,
+        optimizer_s=tuple(sum(works[stage].optimizer_s for stage in stages) for stages in held),
+    )
+    sharing = None
+    if cluster.compute_speedup:
+        # The seconds of the layers were measured while so many ranks of a node computed.
+        usual = cluster.compute_speedup[min(layers.processes, len(cluster.compute_speedup)) - 1]
+        sharing = Sharing(
+            speed=tuple(speed / usual for speed in cluster.compute_speedup),
+            ranks_per_stage=mesh.ranks_per_stage,
+            ranks_per_node=cluster.ranks_per_node,
+        )
+    one_send_s = send_s(mesh, cluster, links, activation_bytes(model, layers, plan.micro_batch))
+    return Simulated(plan=plan, works=works, send_s=one_send_s, ending=ending, sharing=sharing)
+
+
+def _tied_s(plan: Plan, model: ModelSpec, cluster: ClusterSpec, links: LinkProfile) -> float:
+    """Seconds of summing the gradient of parameters that the first and the last stage share, on different ranks."""
+    last = stage_rank(plan.schedule, pp=plan.pp, stage=plan.num_stages - 1)
+    size_bytes = shared_bytes(model, len(model.layers) - 1, pp=1)
+    if last == 0 or not size_bytes:
+        return 0.0
+    width, strategy = plan.mesh.ranks_per_stage, plan.strategies[-1]
+    ends = GroupShape.of(((0, last * width),), cluster.ranks_per_node)
+    local_bytes = size_bytes / (strategy.state_shards if strategy.zero >= 2 else 1)
+    return seconds(links, "all_reduce", ends, local_bytes).seconds
 
 
 Units = dict[tuple[str, Strategy, float, int, bool], Unit]
@@ -98,11 +191,45 @@ Units = dict[tuple[str, Strategy, float, int, bool], Unit]
 def stage_memory(
     plan: Plan, stage: int, model: ModelSpec, layers: LayerProfile, known: Units | None = None
 ) -> RankMemory:
-    """The peak of each rank of a stage over a step; `known` keeps units from one call to the next."""
+    """The peak of each rank of a stage over a step, one stage a rank; `known` keeps units for other calls."""
+    return rank_memory(plan, stage, model, layers, known)
+
+
+def rank_memory(
+    plan: Plan,
+    rank: int,
+    model: ModelSpec,
+    layers: LayerProfile,
+    known: Units | None = None,
+    moments: list[RankMemory] | None = None,
+) -> RankMemory:
+    """The peak of the ranks of a pipeline rank over a step; moments: see autopar.memory."""
     known = {} if known is None else known
+    moved_bytes = ceil(activation_bytes(model, layers, plan.micro_batch) / plan.mesh.ranks_per_stage)
+    stages: dict[int, list[Unit]] = {}
+    held_bytes: dict[int, int] = {}
+    buffers_bytes = 0
+    for stage in plan.stages_of_rank(rank):
+        stages[stage] = units = _stage_units(plan, stage, model, layers, known)
+        fixed_bytes, held_bytes[stage] = edge_bytes(
+            moved_bytes, stage=stage, pp=plan.num_stages, micro_batches=plan.num_micro_batches
+        )
+        buffers_bytes += fixed_bytes
+        if stage > 0 and not units[0].relayout:
+            # Without a relayout the saved input of the first layer is the receive buffer itself.
+            held_bytes[stage] -= min(units[0].input_bytes, units[0].kept_bytes)
+    return walk_stages(
+        stages,
+        actions(plan.schedule, plan.pp, rank, plan.num_micro_batches, plan.stages_per_rank),
+        optimizer=plan.request.optimizer,
+        buffers_bytes=buffers_bytes,
+        held_bytes=held_bytes,
+        moments=moments,
+    )
+
+
+def _stage_units(plan: Plan, stage: int, model: ModelSpec, layers: LayerProfile, known: Units) -> list[Unit]:
     mesh, first = plan.mesh, plan.stage_layers(stage)[0]
-    moved_bytes = ceil(activation_bytes(model, layers, plan.micro_batch) / mesh.ranks_per_stage)
-    buffers_bytes, held_bytes = edge_bytes(moved_bytes, stage=stage, pp=plan.pp, micro_batches=plan.num_micro_batches)
     units = []
     for layer in plan.stage_layers(stage):
         strategy = plan.strategies[layer]
@@ -114,24 +241,11 @@ def stage_memory(
             cost = layer_cost(model, layers, layer, strategy)
             known[key] = Unit.of(cost, strategy, samples, shared_bytes=shared, relayout=relayout)
         units.append(known[key])
-    if stage > 0 and not units[0].relayout:
-        # Without a relayout the saved input of the first layer is the receive buffer itself.
-        held_bytes -= min(units[0].input_bytes, units[0].kept_bytes)
-    return walk(
-        units,
-        actions(plan.schedule, plan.pp, stage, plan.num_micro_batches),
-        optimizer=plan.request.optimizer,
-        buffers_bytes=buffers_bytes,
-        held_bytes=held_bytes,
-    )
+    return units
 
 
 def _layout(mesh: RankMesh, plan: Plan, layer: int) -> Layout:
     return layer_layout(mesh, plan.strategies[layer], is_end=layer in (0, len(plan.strategies) - 1))
-
-
-def _send_s(plan: Plan, model: ModelSpec, layers: LayerProfile, cluster: ClusterSpec, links: LinkProfile) -> float:
-    return send_s(plan.mesh, cluster, links, activation_bytes(model, layers, plan.micro_batch))
 
 
 def _stage_work(
@@ -145,14 +259,13 @@ def _stage_work(
 ) -> StageWork:
     mesh, span = plan.mesh, plan.stage_layers(stage)
     moved_bytes = activation_bytes(model, layers, plan.micro_batch)
-    causes = ("compute", "tp_communication", "zero_communication", "relayout")
-    forward, backward = dict.fromkeys(causes, 0.0), dict.fromkeys(causes, 0.0)
-    sync_s = optimizer_s = 0.0
+    forward, backward = dict.fromkeys(CAUSES, 0.0), dict.fromkeys(CAUSES, 0.0)
+    gather_s = sync_s = optimizer_s = 0.0
     origins = []
     layouts = [_layout(mesh, plan, layer) for layer in span]
     if stage > 0:
         layouts.insert(0, mesh.boundary)
-    if stage < plan.pp - 1:
+    if stage < plan.num_stages - 1:
         layouts.append(mesh.boundary)
     for source, target in pairwise(layouts):
         there_s, back_s = relayout_s(
@@ -178,7 +291,10 @@ def _stage_work(
         backward["compute"] += work.backward_s
         forward["tp_communication"] += work.tp_forward_s + work.sequence_forward_s
         backward["tp_communication"] += work.tp_backward_s + work.sequence_backward_s
-        forward["zero_communication"] += work.zero_forward_s
+        if strategy.zero == 2:
+            gather_s += work.zero_forward_s
+        else:
+            forward["zero_communication"] += work.zero_forward_s
         backward["zero_communication"] += work.zero_backward_s
         sync_s += work.sync_s
         optimizer_s += work.optimizer_s
@@ -186,6 +302,7 @@ def _stage_work(
     return StageWork(
         forward_s=forward,
         backward_s=backward,
+        gather_s=gather_s,
         sync_s=sync_s,
         optimizer_s=optimizer_s,
         origin=weakest(*origins),

@@ -11,12 +11,13 @@ from typing import Literal
 import numpy as np
 
 from autopar.axes import Layout, RankMesh
+from autopar.bounds import lower_bound, upper_bound
 from autopar.cluster import ClusterSpec
 from autopar.derived import local_bytes, local_cost
 from autopar.measured import LayerCost, LayerProfile, LinkProfile
-from autopar.memory import Unit, edge_bytes, lower_bound, upper_bound
+from autopar.memory import Unit, edge_bytes
 from autopar.model import ModelSpec
-from autopar.pipeline import in_flight
+from autopar.orders import in_flight
 from autopar.price import INFEASIBLE, CostTables, Int
 from autopar.request import Request, Schedule
 from autopar.space import StrategySpace

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.pipeline import StageTimes, actions, simulate
+from autopar.orders import actions
+from autopar.pipeline import StageTimes, simulate
 from tests.bench.fidelity_lib import judging
 from tests.bench.fidelity_lib.fitting import fit
 from tests.bench.fidelity_lib.records import map_all, map_record
@@ -114,7 +115,7 @@ def test_one_chunk_is_the_1f1b_of_the_library(pp: int, m: int, seed: int) -> Non
     blocks = [int(n) for n in rng.integers(1, 4, pp)]
     f, b, embed, head_f, head_b, send = (float(x) for x in rng.uniform(0.1, 2.0, 6))
     for stage in range(pp):
-        mine = [("F" if forward else "B", micro) for forward, _, micro in order(pp, stage, m, 1)]
+        mine = [("F" if forward else "B", stage, micro) for forward, _, micro in order(pp, stage, m, 1)]
         assert mine == list(actions("1f1b", pp, stage, m))
     stages = [
         StageTimes(

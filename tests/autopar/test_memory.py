@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.memory import Unit, edge_bytes, lower_bound, upper_bound, walk
-from autopar.pipeline import actions, in_flight
+from autopar.bounds import lower_bound, upper_bound
+from autopar.memory import Unit, edge_bytes, walk
+from autopar.orders import Action, actions, in_flight
 from autopar.request import SCHEDULES, Optimizer, Schedule
 
 PLAIN = Unit(
@@ -31,7 +32,7 @@ def _zero(zero: int, unit: Unit = PLAIN, shards: int = 4) -> Unit:
     return replace(unit, zero=zero, shards=shards)
 
 
-def _order(micro_batches: int) -> tuple[tuple[str, int], ...]:
+def _order(micro_batches: int) -> tuple[Action, ...]:
     return actions("1f1b", 1, 0, micro_batches)
 
 

@@ -11,7 +11,8 @@ import pytest
 
 from autopar import memory
 from autopar.memory import Unit, walk
-from autopar.pipeline import StageTimes, actions, simulate, step
+from autopar.orders import actions
+from autopar.pipeline import Ending, StageTimes, simulate, step
 from autopar.polish import _better_singles
 from autopar.predict import stage_memory
 from autopar.price import score
@@ -62,10 +63,20 @@ def test_rounds_that_are_not_walked_change_nothing(monkeypatch: pytest.MonkeyPat
 def test_a_step_without_operations_is_that_of_the_simulation() -> None:
     rng = random.Random(5)
     for _ in range(200):
-        stages = [StageTimes(forward_s=rng.random(), backward_s=rng.random(), tail_s=rng.random()) for _ in range(4)]
+        stages = [StageTimes(forward_s=rng.random(), backward_s=rng.random()) for _ in range(4)]
+        ending = Ending(
+            sync_s=tuple(rng.random() for _ in stages),
+            tied_s=rng.choice((0.0, rng.random())),
+            clip_s=rng.random(),
+            optimizer_s=tuple(rng.random() for _ in stages),
+        )
         asked = {"schedule": rng.choice(["1f1b", "gpipe"]), "micro_batches": rng.randint(4, 9), "send_s": rng.random()}
-        line = simulate(stages, **asked)  # type: ignore[arg-type]
-        assert step(stages, **asked) == (line.step_s, line.last_stage)  # type: ignore[arg-type]
+        line = simulate(stages, ending=ending, **asked)  # type: ignore[arg-type]
+        short = step(stages, ending=ending, **asked)  # type: ignore[arg-type]
+        assert (short.step_s, short.last_rank) == (line.step_s, line.last_rank)
+        assert max(op.end_s for op in line.operations) == pytest.approx(line.step_s)
+        acting = sum(op.end_s - op.start_s for op in line.operations if op.rank == line.last_rank and op.stage >= 0)
+        assert short.busy_s == pytest.approx(acting)
 
 
 def _prices(pp: int, count: int) -> Prices:
