@@ -13,7 +13,7 @@ from autopar.derived import local_cost
 from autopar.measured import LayerCost, LayerProfile
 from autopar.memory import Unit, walk
 from autopar.model import Attention, LayerKind
-from autopar.pipeline import actions
+from autopar.orders import actions
 from autopar.plan import Plan, PlanCluster, PlanModel
 from autopar.predict import predict
 from autopar.strategy import Strategy
