@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import RunError
+from autopar.runtime.buckets import sum_in_buckets
 from autopar.runtime.rows import gather_rows, own_rows, rows_of, start_sum_rows
 
 if TYPE_CHECKING:
@@ -135,7 +136,7 @@ def reduce_gradients(held: Sequence[HeldParameter]) -> None:
     of the rows. A trained parameter without a gradient on this rank takes part with zeros, so that no rank waits for
     another.
     """
-    pending, cut = [], []
+    replicated, cut = [], []
     for entry in held:
         if not _ours(entry):
             continue
@@ -144,16 +145,15 @@ def reduce_gradients(held: Sequence[HeldParameter]) -> None:
             cut.append((entry, *start_sum_rows(grad, entry.rows)))
             continue
         if entry.group is not None:
-            pending.append(dist.all_reduce(grad, group=entry.group, async_op=True))
+            replicated.append((grad, entry.group))
         if entry.stands_in:
             entry.stepped.grad, entry.parameter.grad = grad, None
     for entry, work, rows in cut:
         work.wait()
         entry.stepped.grad, entry.parameter.grad = rows, None
         if entry.group is not None:
-            pending.append(dist.all_reduce(rows, group=entry.group, async_op=True))
-    for work in pending:
-        work.wait()
+            replicated.append((rows, entry.group))
+    sum_in_buckets(replicated)
 
 
 def reduce_added(entry: HeldParameter) -> None:
