@@ -25,7 +25,7 @@ from autopar.price import INFEASIBLE, CostTables, OutOfRange, score
 from autopar.request import Request, Schedule
 from autopar.solvers.lean import leanest_of
 from autopar.solvers.pipeline import TableChoice, solve_pipeline, solve_table
-from autopar.solvers.table import quick_bound
+from autopar.solvers.quick import quick_bound
 from autopar.tables import Memory
 from autopar.units import KIB, MIB, format_bytes
 

@@ -9,8 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.price import INFEASIBLE, CostTables, Int, Score, score
-from autopar.solvers.partition import least_max
+from autopar.solvers.intervals import contents
+from autopar.solvers.partition import MOST_INTERVALS, least_max, spread, within
 from autopar.solvers.segment import FORBIDDEN
+from autopar.solvers.stages import equal_rows
+
+LARGEST_BYTES = 1 << 48
+"""What a layer needs beyond this is counted as this, so that sums over long chains stay exact."""
 
 Lean = tuple[tuple[int, ...], tuple[int, ...], Score]
 """Layers of each stage, strategies, and what they add up to."""
@@ -25,8 +30,8 @@ def leanest(tables: CostTables) -> Lean | None:
     """The choice of least max over stages of memory - budget, exact; None when no choice is legal at all.
 
     For every threshold of the transient, each layer takes the leanest strategy below it; a stage takes its best
-    threshold. O(P * thresholds * U^2) in numpy, times S when embed and head are tied. Among equally lean strategies
-    of a layer the fastest. Transitions count only where they are INFEASIBLE.
+    threshold. O(P * thresholds * contents) in numpy, times S when embed and head are tied. Among equally lean
+    strategies of a layer the fastest. Transitions count only where they are INFEASIBLE.
     """
     best: tuple[int, Lean] | None = None
     allowed = tables.feasible & (tables.state_bytes != INFEASIBLE)
@@ -79,53 +84,73 @@ def _leanest(tables: CostTables, allowed: NDArray[np.bool_]) -> Lean | None:
     units = len(allowed)
     if units < tables.stages or not allowed.any(axis=1).all():
         return None
-    needed = [_Needs(tables, allowed, stage) for stage in range(tables.stages)]
-    found = least_max([needs.excess() for needs in needed])
-    if found is None:
+    ids = _numbers(tables, allowed)
+    held = contents(ids)
+    keys = list(zip(tables.in_flight, tables.budget_bytes, strict=True))
+    needed = {key: _Needs(tables, allowed, ids, *key) for key in dict.fromkeys(keys)}
+    excess = [needed[key].excess for key in keys]
+    cuts = spread(held.where, excess, min(int(one.min()) for one in excess) - 1)
+    limit = FORBIDDEN - 1
+    if cuts is not None:
+        limit = max(int(one[held.where[end, first]]) for one, (first, end) in zip(excess, pairwise(cuts), strict=True))
+    stages = within(held.where, np.append(held.size, 0), excess, limit, MOST_INTERVALS)
+    best = None if stages is None else least_max(stages)
+    if best is not None:
+        cuts = best[1]
+    if cuts is None:
         return None
-    cuts = found[1]
     strategies: list[int] = []
-    for needs, (first, end) in zip(needed, pairwise(cuts), strict=True):
-        strategies += needs.strategies(first, end)
+    for key, (first, end) in zip(keys, pairwise(cuts), strict=True):
+        strategies += needed[key].strategies(first, end)
     layers = tuple(b - a for a, b in pairwise(cuts))
     return layers, tuple(strategies), score(tables, layers, tuple(strategies))
 
 
 class _Needs:
-    """The least bytes of every interval of layers on one stage."""
+    """The least bytes of every content of the chain on the stages with so many micro-batches in flight."""
 
-    def __init__(self, tables: CostTables, allowed: NDArray[np.bool_], stage: int) -> None:
-        saved = np.where(allowed, tables.saved_bytes, 0)
-        self.size = np.where(allowed, tables.state_bytes, 0) + tables.in_flight[stage] * saved
-        self.size[~allowed] = FORBIDDEN
-        self.tables, self.allowed, self.stage = tables, allowed, stage
-        self.thresholds = np.unique(tables.transient_bytes[allowed])
-
-    def least(self, threshold: int) -> Int:
-        """[U]: bytes of the leanest strategy of each layer below the threshold of the transient."""
-        return np.asarray(np.where(self.tables.transient_bytes <= threshold, self.size, FORBIDDEN).min(axis=1))
-
-    def excess(self) -> Int:
-        """[U + 1, U + 1]: bytes over the budget of layers a..b-1, FORBIDDEN where impossible."""
-        units = len(self.size)
-        best = np.full((units + 1, units + 1), FORBIDDEN, dtype=np.int64)
-        places = np.arange(units + 1)
+    def __init__(
+        self, tables: CostTables, allowed: NDArray[np.bool_], ids: tuple[int, ...], in_flight: int, budget_bytes: int
+    ) -> None:
+        rows = [ids.index(one) for one in range(max(ids) + 1)]
+        self.ids, self.allowed = ids, allowed[rows]
+        self.time_ns = np.where(self.allowed, tables.time_ns[rows], INFEASIBLE)
+        state, saved, self.transient = (
+            np.minimum(part[rows], LARGEST_BYTES)
+            for part in (tables.state_bytes, tables.saved_bytes, tables.transient_bytes)
+        )
+        self.size = np.where(self.allowed, np.minimum(state + in_flight * saved, LARGEST_BYTES), FORBIDDEN)
+        self.thresholds = np.unique(self.transient[self.allowed])
+        counts = contents(ids).counts
+        best = np.full(len(counts) + 1, FORBIDDEN, dtype=np.int64)
         for threshold in self.thresholds:
             least = self.least(int(threshold))
-            missing = np.concatenate([[0], np.cumsum(least >= FORBIDDEN)])
-            total = np.concatenate([[0], np.cumsum(np.where(least >= FORBIDDEN, 0, least))])
-            bytes_ = total[None, :] - total[:, None] + threshold
-            bad = (missing[None, :] > missing[:, None]) | (places[None, :] <= places[:, None])
-            best = np.minimum(best, np.where(bad, FORBIDDEN, bytes_))
-        return np.where(best < FORBIDDEN, best - self.tables.budget_bytes[self.stage], FORBIDDEN)
+            missing = least >= FORBIDDEN
+            total = counts @ np.where(missing, 0, least) + threshold
+            total[(counts[:, missing] > 0).any(axis=1)] = FORBIDDEN
+            np.minimum(best[:-1], total, out=best[:-1])
+        self.excess = np.where(best < FORBIDDEN, best - budget_bytes, FORBIDDEN)
+
+    def least(self, threshold: int) -> Int:
+        """[K]: bytes of the leanest strategy of each kind of layer below the threshold of the transient."""
+        return np.asarray(np.where(self.transient <= threshold, self.size, FORBIDDEN).min(axis=1))
 
     def strategies(self, first: int, end: int) -> list[int]:
         """The leanest strategies of an interval: least bytes, then least time, then first column."""
+        part = list(self.ids[first:end])
         options = []
         for threshold in self.thresholds:
-            least = self.least(int(threshold))[first:end]
+            least = self.least(int(threshold))[part]
             options.append((int(least.sum() if (least < FORBIDDEN).all() else FORBIDDEN) + int(threshold), threshold))
-        threshold = min(options)[1]
-        time = np.where(self.allowed, self.tables.time_ns, INFEASIBLE)[first:end]
-        size = np.where(self.tables.transient_bytes <= threshold, self.size, FORBIDDEN)[first:end]
-        return [int(np.lexsort((t, m))[0]) for t, m in zip(time, size, strict=True)]
+        size = np.where(self.transient <= min(options)[1], self.size, FORBIDDEN)
+        leanest = {one: int(np.lexsort((self.time_ns[one], size[one]))[0]) for one in set(part)}
+        return [leanest[one] for one in part]
+
+
+def _numbers(tables: CostTables, allowed: NDArray[np.bool_]) -> tuple[int, ...]:
+    """A number for what each layer can do and is allowed to."""
+    known: dict[tuple[int, bytes], int] = {}
+    return tuple(
+        known.setdefault((one, row.tobytes()), len(known))
+        for one, row in zip(equal_rows(tables), allowed, strict=True)
+    )

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from autopar.errors import RunError
 from autopar.price import INFEASIBLE, Choice, CostTables, Score, score
 from autopar.solvers.limited import search_limited
+from autopar.solvers.quick import quick_bound
 from autopar.solvers.segment import FORBIDDEN, Engine
-from autopar.solvers.table import TableSearch, check, quick_bound, search_table
+from autopar.solvers.table import TableSearch, search_table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,8 +77,6 @@ def solve_pipeline(
     def halted() -> bool:
         return (deadline is not None and clock.monotonic() >= deadline) or (stop is not None and stop())
 
-    for one in tables:
-        check(one)
     queue = [(quick_bound(one), place) for place, one in enumerate(tables)]
     queue = [entry for entry in queue if entry[0] < INFEASIBLE]
     heapq.heapify(queue)

@@ -12,10 +12,11 @@ from itertools import pairwise
 
 import numpy as np
 
-from autopar.price import INFEASIBLE, Choice, CostTables, OutOfRange
+from autopar.price import INFEASIBLE, Choice, CostTables
 from autopar.solvers.canonical import canonical
-from autopar.solvers.partition import best_cuts, least_max, least_sums
-from autopar.solvers.segment import FORBIDDEN, LARGEST_TOTAL_NS, Engine, is_compiled
+from autopar.solvers.partitions import Partitions
+from autopar.solvers.quick import check, quick_bound
+from autopar.solvers.segment import FORBIDDEN, Engine, is_compiled
 from autopar.solvers.stages import StageCosts
 
 
@@ -54,44 +55,6 @@ class TableSearch:
         )
 
 
-def quick_bound(tables: CostTables) -> int:
-    """A lower bound of the table without looking at memory, INFEASIBLE when a layer has no strategy. O(U S).
-
-    sum T >= the fastest times; max T >= its P-th part and >= the slowest single layer.
-    """
-    units = tables.time_ns.shape[0]
-    times = tables.time_ns
-    if units < tables.stages or (times == INFEASIBLE).all(axis=1).any():
-        return INFEASIBLE
-    least = times.min(axis=1)
-    ends = 0
-    if tables.tied and units > 1:
-        both = np.flatnonzero((times[0] != INFEASIBLE) & (times[-1] != INFEASIBLE))
-        if not both.size:
-            return INFEASIBLE
-        ends = int((times[0, both] + times[-1, both]).min() - least[0] - least[-1])
-    total = int(least.sum()) + ends + (tables.stages - 1) * tables.p2p_ns
-    largest = max(-(-total // tables.stages), int(least.max()))
-    return total + (tables.micro_batches - 1) * largest
-
-
-def check(tables: CostTables) -> None:
-    """Return when the solvers' arithmetic is exact on this table; ValueError otherwise."""
-    parts = (tables.time_ns, tables.transition_ns, tables.entry_ns, tables.exit_ns)
-    time, *rest = (np.where(part == INFEASIBLE, 0, part) for part in parts)
-    units = len(time)
-    largest = float(time.max(axis=1).sum()) + units * sum(float(part.max(initial=0)) for part in rest)
-    largest += tables.stages * tables.p2p_ns
-    if largest * (tables.stages + tables.micro_batches) >= 2**59 or largest >= LARGEST_TOTAL_NS:
-        raise OutOfRange("a table whose totals may leave the exact range of the solver: use a coarser unit of time")
-    state, saved, peak = (
-        np.where(part == INFEASIBLE, 0, part).astype(float)
-        for part in (tables.state_bytes, tables.saved_bytes, tables.transient_bytes)
-    )
-    if (state + max(tables.in_flight) * saved + peak).max(axis=1).sum() >= LARGEST_TOTAL_NS:
-        raise OutOfRange("a table whose memory may reach 2^50 bytes")
-
-
 def search_table(
     tables: CostTables,
     *,
@@ -110,30 +73,28 @@ def search_table(
     if tables.tied and len(tables.time_ns) > 1:
         _search_tied(search, costs, halted)
     else:
-        _search(search, costs, quick, halted)
+        _search(search, Partitions(costs), quick, halted)
     return search
 
 
 def _search_tied(search: TableSearch, costs: StageCosts, halted: Callable[[], bool]) -> None:
     """Fill `search`, one strategy of embed and head after the other, in the order of their lower bounds."""
-    tables = search.tables
     variants = []
-    for strategy in _end_strategies(tables, costs):
-        held = costs.held(strategy)
-        bounds = [held.bounds[held.key(stage)] for stage in range(tables.stages)]
-        found = best_cuts(bounds, tables.micro_batches, search.best_ns)
+    for strategy in _end_strategies(search.tables, costs):
+        partitions = Partitions(costs.held(strategy))
+        found = partitions.best(search.best_ns)
         if found is not None:
-            variants.append((found[0], strategy, held))
-        elif least_max(bounds) is not None:
-            variants.append((search.best_ns, strategy, held))
+            variants.append((found.value, strategy, partitions))
+        elif partitions.possible():
+            variants.append((search.best_ns, strategy, partitions))
     variants.sort(key=lambda variant: variant[:2])
     lower = INFEASIBLE
-    for place, (floor, _, held) in enumerate(variants):
+    for place, (floor, _, partitions) in enumerate(variants):
         if floor >= search.best_ns:
             lower = min(lower, search.best_ns)
             break
-        part = TableSearch(tables=tables, best_ns=search.best_ns)
-        _search(part, held, floor, halted)
+        part = TableSearch(tables=search.tables, best_ns=search.best_ns)
+        _search(part, partitions, floor, halted)
         lower = min(lower, part.lower_ns)
         if part.cuts is not None:
             search.best_ns, search.cuts, search.strategies = part.best_ns, part.cuts, part.strategies
@@ -154,46 +115,38 @@ def _end_strategies(tables: CostTables, costs: StageCosts) -> list[int]:
     return [int(s) for s in np.flatnonzero((tables.time_ns[[0, -1]] != INFEASIBLE).all(axis=0) & ~dominated)]
 
 
-def _search(search: TableSearch, costs: StageCosts, floor: int, halted: Callable[[], bool]) -> None:
+def _search(search: TableSearch, partitions: Partitions, floor: int, halted: Callable[[], bool]) -> None:
     """Fill `search` with the best choice below its best_ns."""
-    tables = search.tables
-    shared = costs.bounds
-    bounds = [shared[costs.key(stage)] for stage in range(tables.stages)]
-    more = tables.micro_batches - 1
+    costs, more = partitions.costs, search.tables.micro_batches - 1
     search.lower_ns = floor
     while True:
-        found = best_cuts(bounds, tables.micro_batches, search.best_ns)
-        least = least_max(bounds)
-        if found is None or least is None:
-            possible = search.cuts is not None or least is not None
+        found = partitions.best(search.best_ns)
+        if found is None:
+            possible = search.cuts is not None or partitions.possible()
             search.lower_ns = search.best_ns if possible else INFEASIBLE
             search.done = True
             return
-        search.lower_ns, cuts = max(search.lower_ns, found[0]), found[1]
-        before, after = least_sums(bounds)
+        search.lower_ns = max(search.lower_ns, found.value)
         limits = []
-        for stage, (first, end) in enumerate(pairwise(cuts)):
-            rest = int(before[stage][first] + after[stage][end])
+        for stage, (first, end) in enumerate(pairwise(found.cuts)):
+            rest = int(found.before[stage][first] + found.after[stage][end])
             # In a partition below best_ns: T + rest + more * max(T, least) < best_ns.
-            limits.append(min(search.best_ns - rest - more * least[0], (search.best_ns - 1 - rest) // (more + 1) + 1))
+            limits.append(
+                min(search.best_ns - rest - more * found.least_max_ns, (search.best_ns - 1 - rest) // (more + 1) + 1)
+            )
         news = False
         for look in (costs.relaxed, costs.exact):
             answers = []
-            for stage, (first, end) in enumerate(pairwise(cuts)):
+            for stage, content in enumerate(partitions.contents(found.cuts)):
                 if halted():
                     return
-                answer = look(stage, first, end, limits[stage])
-                answers.append(answer)
-                key = costs.key(stage)
-                if answer.lower_ns > shared[key][first, end]:
-                    news = True
-                    for a, b in _same(costs.layer_id, first, end):
-                        shared[key][a, b] = max(shared[key][a, b], answer.lower_ns)
+                answers.append(look(stage, content, limits[stage]))
+                news |= costs.sharpen(stage, content, answers[-1].lower_ns)
             times = [answer.upper_ns for answer in answers if answer.upper_ns is not None]
             if len(times) == len(answers):
                 value = sum(times) + more * max(times)
                 if value < search.best_ns:
-                    search.best_ns, search.cuts, news = value, cuts, True
+                    search.best_ns, search.cuts, news = value, found.cuts, True
                     search.strategies = tuple(s for answer in answers for s in answer.strategies)
             if news:
                 break
@@ -201,9 +154,3 @@ def _search(search: TableSearch, costs: StageCosts, floor: int, halted: Callable
         if not news:
             search.done = True
             return
-
-
-def _same(ids: tuple[int, ...], first: int, end: int) -> list[tuple[int, int]]:
-    """The intervals of the chain with the same layers as first..end-1."""
-    part, size = ids[first:end], end - first
-    return [(a, a + size) for a in range(len(ids) - size + 1) if ids[a : a + size] == part]

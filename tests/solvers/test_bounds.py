@@ -8,10 +8,10 @@ import numpy as np
 
 from autopar.price import INFEASIBLE, CostTables, score
 from autopar.solvers.brute import brute_table
-from autopar.solvers.intervals import compositions
+from autopar.solvers.intervals import contents
+from autopar.solvers.quick import quick_bound
 from autopar.solvers.segment import FORBIDDEN, Engine
 from autopar.solvers.stages import StageCosts
-from autopar.solvers.table import quick_bound
 from tests.solvers.random_tables import random_table
 
 
@@ -67,17 +67,20 @@ def test_every_interval_is_bounded_from_below_and_solved_exactly(engine: Engine)
         costs = StageCosts.of(tables, engine == "numba")
         units = len(tables.time_ns)
         for stage in range(tables.stages):
-            bounds = costs.lower_bounds(stage)
-            for first in range(units):
-                for end in range(first + 1, units + 1):
+            bounds, where = costs.lower_bounds(stage), costs.contents.where
+            # The intervals that leave a layer for every other stage.
+            for first in range(stage, units) if stage else range(1):
+                last = stage == tables.stages - 1
+                for end in range(units if last else first + 1, units - (tables.stages - 1 - stage) + 1):
+                    content = int(where[end, first])
                     best = brute_interval(tables, stage, first, end)
                     place = (seed, stage, first, end)
-                    assert bounds[first, end] <= best, place
-                    assert costs.relaxed(stage, first, end, FORBIDDEN).lower_ns <= best, place
-                    exact = costs.exact(stage, first, end, FORBIDDEN)
+                    assert bounds[content] <= best, place
+                    assert costs.relaxed(stage, content, FORBIDDEN).lower_ns <= best, place
+                    exact = costs.exact(stage, content, FORBIDDEN)
                     assert (exact.lower_ns if exact.upper_ns is None else exact.upper_ns) == best, place
                     assert exact.lower_ns == best, place
-                    closed += best < FORBIDDEN and bounds[first, end] == best
+                    closed += best < FORBIDDEN and bounds[content] == best
     assert closed > 30
 
 
@@ -86,13 +89,22 @@ def test_what_intervals_are_made_of() -> None:
     patterns = [(0,), (0, 0, 0), (0, *[1] * 6, 2), (0, 1, 2) * 3, tuple(range(30))]
     patterns += [tuple(int(kind) for kind in np.unique(rng.integers(0, 4, 9), return_inverse=True)[1])]
     for pattern in patterns:
-        counts, where = compositions(pattern)
-        assert len(np.unique(counts, axis=0)) == len(counts) or max(pattern) == 29
-        for first in range(len(pattern) + 1):
-            for end in range(len(pattern) + 1):
+        found = contents(pattern)
+        units, known = len(pattern), {}
+        for first in range(units + 1):
+            for end in range(units + 1):
+                content = int(found.where[end, first])
                 if end <= first:
-                    assert where[first, end] == len(counts)
-                else:
-                    expected = np.bincount(pattern[first:end], minlength=max(pattern) + 1)
-                    assert counts[where[first, end]].tolist() == expected.tolist()
-    assert len(compositions((0, *[1] * 100, 2))[0]) <= 4 * 102
+                    assert content == len(found.size)
+                    continue
+                # Equal numbers are equal layers, and the other way round.
+                assert known.setdefault(pattern[first:end], content) == content
+                assert (
+                    found.counts[content].tolist()
+                    == np.bincount(pattern[first:end], minlength=max(pattern) + 1).tolist()
+                )
+                assert found.size[content] == end - first
+                assert pattern[found.first[content] :][: end - first] == pattern[first:end]
+                assert found.placed[content, int(first > 0), int(end < units)]
+        assert sorted(known.values()) == list(range(len(found.size)))
+    assert len(contents((0, *[1] * 100, 2)).size) <= 4 * 102
