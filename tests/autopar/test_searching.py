@@ -260,5 +260,5 @@ def test_searching_loads_nothing_heavy() -> None:
 
 
 def test_a_batch_beyond_the_exact_range_is_refused_in_words() -> None:
-    with pytest.raises(InputError, match="a global batch of 1073741824 is too large to plan for"):
-        _search(global_batch=1 << 30)
+    with pytest.raises(InputError, match="a global batch of 2147483648 is too large to plan for"):
+        _search(global_batch=1 << 31, memory_bytes=1 << 55)
