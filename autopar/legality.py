@@ -138,8 +138,6 @@ def why_schedule_not_runnable(schedule: Schedule, dtype: str = "float32") -> str
 
 def why_not_runnable(strategy: Strategy, role: Role = "block") -> str | None:
     """Why the runtime of this version cannot run a strategy in a layer of this role."""
-    if role != "block" and strategy.tp > 1:
-        return f"{role} runs data parallel only, not as {strategy} (vocabulary parallelism does not run yet)"
     missing = {
         "Ulysses sequence parallelism": strategy.sp > 1,
         "context parallelism": strategy.cp > 1,

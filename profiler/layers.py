@@ -99,7 +99,7 @@ class LayerBench:
         found = []
         for kind in self.spec.kinds:
             found.append(LayerKey(kind=kind.name))
-            for tp in degrees:
+            for tp in degrees if kind.role == "block" else ():
                 if tp in kind.tp_degrees:
                     found.append(LayerKey(kind=kind.name, tp=tp))
                     derivation = self._derivations[self._numbers[kind.name]]

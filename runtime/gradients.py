@@ -21,13 +21,14 @@ from autopar.runtime.rows import gather_rows, own_rows, rows_of, start_sum_rows
 
 if TYPE_CHECKING:
     from autopar.runtime.tensor_parallel import BlockPlan
+    from autopar.runtime.vocabulary import WordPlan
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TensorParallelCut:
-    """How a parameter was cut: the plan of its block, its name there, and the group that holds all pieces."""
+    """How a parameter was cut: the plan of its block or vocabulary, its name there, and the group of all pieces."""
 
-    plan: BlockPlan
+    plan: BlockPlan | WordPlan
     name: str
     group: dist.ProcessGroup
 

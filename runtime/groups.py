@@ -70,13 +70,16 @@ class RankGroups:
         everyone = [tuple(stage * width + place for stage in stages) for place in range(width)]
         return self._group(everyone[self.place], everyone)
 
-    def prepare(self, placements: Iterable[Placement]) -> None:
-        """Make all groups that these placements need, so that later calls are no collectives."""
+    def prepare(self, placements: Iterable[Placement], extra: Iterable[tuple[str, ...]] = ()) -> None:
+        """Make all groups that these placements need, and `extra` ones, so that later calls are no collectives."""
         names = self.mesh.names
         sets = {names, *((name,) for name in names)}
         sets |= {
-            axes for placed in placements for axes in (placed.tp, placed.dp, placed.dp_shard, placed.dp_replicate)
+            axes
+            for placed in placements
+            for axes in (placed.tp, placed.sp, placed.dp, placed.dp_shard, placed.dp_replicate)
         }
+        sets |= set(extra)
         for axes in sorted(sets - {()}):
             self.along(axes)
         if self.mesh.pp > 1:

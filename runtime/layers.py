@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from autopar.axes import Layout
+from autopar.axes import Layout, Placement, RankMesh
 from autopar.plan import Plan
 from autopar.runtime.arguments import argument, replace_argument
 from autopar.runtime.gradients import HeldParameter, TensorParallelCut, shard_of
@@ -26,9 +26,10 @@ from autopar.runtime.spec import DescribedModel
 from autopar.runtime.stage import LossFunction, StageBody, StageModule, same_tensors_again
 from autopar.runtime.stepping import stand_in
 from autopar.runtime.structure import Probe, Structure
+from autopar.runtime.vocabulary import WordPlan, cut_ends, vocabulary_ends
+from autopar.runtime.vocabulary_check import check_end, measure_ends
 from autopar.runtime.zero import owners, shard_modules, shard_root
 from autopar.schedules import SPLIT_BACKWARD
-from autopar.strategy import Strategy
 
 if TYPE_CHECKING:
     from autopar.runtime.tensor_parallel import BlockPlan
@@ -50,13 +51,17 @@ def place_layers(
     groups: RankGroups,
     loss: LossFunction,
     masters: Masters,
+    batch: Mapping[str, Tensor],
 ) -> LocalLayers:
     """The layers of this rank's stages under their strategies; changes the model in place.
 
     Further stages of this rank get trees of modules of their own, which hold the same model's other layers.
+    batch: a small example, for the check of vocabulary-parallel ends.
     """
     mesh, structure = plan.mesh, found.structure
-    groups.prepare(mesh.place(strategy) for strategy in plan.strategies)
+    placed = [mesh.place(strategy) for strategy in plan.strategies]
+    extra = {axes for p in placed for tp in ((), p.tp) for axes in _axes_of_copies(mesh, p, tp)}
+    groups.prepare(placed, extra)
     tied = _tied_parameters(model, structure)
     seed = agreed_seed()
     numbers = plan.stages_of_rank(groups.stage)
@@ -64,11 +69,13 @@ def place_layers(
     stages: dict[int, StageModule] = {}
     cuts: dict[str, TensorParallelCut] = {}
     checked: set[Any] = set()
+    cut_parameters: dict[nn.Parameter, nn.Parameter] = {}
     for number, tree in zip(numbers, models, strict=True):
         body = StageBody(tree, structure, plan.stage_layers(number))
         stages[number] = StageModule(body, loss)
+        ends = _cut_ends(stages[number], plan, found, groups, batch, cut_parameters)
         block_plans = _cut_blocks(body, plan, found, described, groups, checked)
-        cuts |= _tensor_cuts(body, plan, groups, block_plans)
+        cuts |= _tensor_cuts(body, plan, groups, block_plans, ends)
         for place, block in body.blocks().items():
             if plan.strategies[place + 1].recompute == "full":
                 block.forward = partial(checkpoint, block.forward, use_reentrant=False)
@@ -77,6 +84,41 @@ def place_layers(
         _shard(stages[number], plan, groups, masters, cuts)
         body.attach_ends()
     return LocalLayers(stages=stages, held=tuple(_held(stages, plan, groups, masters, cuts, tied)))
+
+
+def _axes_of_copies(mesh: RankMesh, placed: Placement, tp: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Over which axes the gradients of a layer are summed, and which of them repeat what ZeRO shards.
+
+    Other samples lie along dp, other parts of the sequence along sp and cp; and parameters of embedding and head that
+    are not of the vocabulary work on other samples along `tp` too.
+    """
+    cut = {*placed.sp, *placed.cp, *tp}
+    summed = tuple(name for name in mesh.names if name in {*placed.dp, *cut})
+    return summed, tuple(name for name in mesh.names if name in {*placed.dp_replicate, *cut})
+
+
+def _cut_ends(
+    stage: StageModule,
+    plan: Plan,
+    found: Probe,
+    groups: RankGroups,
+    batch: Mapping[str, Tensor],
+    known: dict[nn.Parameter, nn.Parameter],
+) -> Mapping[int, tuple[str, WordPlan]]:
+    """The vocabulary-parallel ends of a stage, after cutting them for this rank and checking every gradient.
+
+    known: the local parameters of this rank's earlier stages, which tied ends share.
+    """
+    ends = vocabulary_ends(plan, found, stage.body.layers)
+    if not ends:
+        return {}
+    before = measure_ends(stage, ends, batch, groups.place)
+    cut = cut_ends(stage.body, plan, ends, groups, known)
+    after = measure_ends(stage, ends, batch, groups.place)
+    for layer, (_, words) in cut.items():
+        group = groups.along(plan.mesh.place(plan.strategies[layer]).tp)
+        check_end(layer, before[layer], after[layer], words, group)
+    return cut
 
 
 def _cut_blocks(
@@ -206,15 +248,25 @@ def _modules_of(body: StageBody, layer: int) -> list[nn.Module]:
 
 
 def _tensor_cuts(
-    body: StageBody, plan: Plan, groups: RankGroups, block_plans: Mapping[int, BlockPlan]
+    body: StageBody,
+    plan: Plan,
+    groups: RankGroups,
+    block_plans: Mapping[int, BlockPlan],
+    ends: Mapping[int, tuple[str, WordPlan]],
 ) -> dict[str, TensorParallelCut]:
-    """How tensor parallelism cut each parameter of the stage that lies in a block which it cut."""
+    """How tensor parallelism cut each parameter of the stage that lies in a block or vocabulary which it cut."""
     found = {}
     for number, block_plan in block_plans.items():
         group = groups.along(plan.mesh.place(plan.strategies[number + 1]).tp)
         prefix = body.structure.block_path(number) + "."
         for name in body.structure.layer_parameters(body.model, number + 1):
             found[name] = TensorParallelCut(plan=block_plan, name=name.removeprefix(prefix), group=group)
+    for layer, (path, words) in ends.items():
+        group = groups.along(plan.mesh.place(plan.strategies[layer]).tp)
+        own = {id(p) for p in body.model.get_submodule(path).parameters(recurse=False)}
+        for name, parameter in body.structure.layer_parameters(body.model, layer).items():
+            if id(parameter) in own:
+                found[name] = TensorParallelCut(plan=words, name=name, group=group)
     return found
 
 
@@ -234,22 +286,23 @@ def _shard(
             master = masters.of(name, parameter, None if cut is None else cut.piece)
             if master is not None:
                 parameter.data = master
-    together = structure.tied and 0 in sharded and last in sharded
-    covered: set[nn.Parameter] = set()
-    for layer in sharded:
-        strategy = plan.strategies[layer]
-        modules = _modules_of(body, layer)
-        if together and layer == last:
-            continue
-        if together and layer == 0:
-            modules += [m for m in _modules_of(body, last) if all(m is not other for other in modules)]
+    units: list[tuple[int, ...]] = [(layer,) for layer in sharded]
+    if structure.tied and 0 in sharded and last in sharded:
+        units = [(0, last), *((layer,) for layer in sharded if layer not in (0, last))]
+    for unit in units:
+        strategy = plan.strategies[unit[0]]
+        placed = mesh.place(strategy)
+        modules = list({id(m): m for layer in unit for m in _modules_of(body, layer)}.values())
         # A module that contains the blocks (parameters directly on the model) is left to the root.
         modules = [m for m in modules if not _contains_blocks(m, body)]
-        covered |= {p for m in modules for p in m.parameters()}
-        if modules:
-            placed = mesh.place(strategy)
-            device_mesh = groups.mesh_along(placed.dp_shard, placed.dp_replicate)
-            shard_modules(modules, device_mesh, keep_unsharded=strategy.zero == 2, gathered=masters.dtype)
+        outside = unit[0] in (0, last)
+        words = {id(p) for name, p in body.model.named_parameters(remove_duplicate=False) if name in cuts}
+        cut_modules = [m for m in modules if outside and any(id(p) in words for p in m.parameters(recurse=False))]
+        rest = [m for m in modules if all(m is not other for other in cut_modules)]
+        for part, tp in ((cut_modules, ()), (rest, placed.tp if outside else ())):
+            if part:
+                device_mesh = groups.mesh_along(placed.dp_shard, _axes_of_copies(mesh, placed, tp)[1])
+                shard_modules(part, device_mesh, keep_unsharded=strategy.zero == 2, gathered=masters.dtype)
     named = {id(p) for layer in sharded for p in structure.layer_parameters(body.model, layer).values()}
     ignored = {p for p in body.parameters() if id(p) not in named}
     split = plan.pp > 1 and plan.schedule in SPLIT_BACKWARD
@@ -273,7 +326,7 @@ def _held(
     mesh = plan.mesh
     found: list[HeldParameter] = []
     seen: set[int] = set()
-    across = plan.num_stages > 1
+    across, last = plan.num_stages > 1, len(plan.strategies) - 1
     for body, layer in ((stage.body, layer) for stage in stages.values() for layer in stage.body.layers):
         structure = body.structure
         strategy = plan.strategies[layer]
@@ -283,12 +336,15 @@ def _held(
                 continue
             seen.add(id(parameter))
             rows = groups.along(placed.dp_shard) if strategy.zero == 1 and parameter.dim() else None
-            cut, share = cuts.get(name), _share(strategy, parameter)
+            cut = cuts.get(name)
+            along_tp = placed.tp if layer in (0, last) and cut is None else ()
+            copies, replicas = _axes_of_copies(mesh, placed, along_tp)
+            share: float | Tensor = _shards(parameter, rows) / mesh.size(copies)
             if cut is not None:
-                share = share * _tensor_share(cut.plan, cut.name, parameter, rows)
+                share = share * _tensor_share(cut, parameter, rows)
             master = masters.of(name, parameter, None if cut is None else cut.piece)
             in_both = across and name in tied
-            summed = () if strategy.zero > 1 else placed.dp if rows is None else placed.dp_replicate
+            summed = () if strategy.zero > 1 else copies if rows is None else replicas
             found.append(
                 HeldParameter(
                     name=name,
@@ -307,20 +363,22 @@ def _held(
     return found
 
 
-def _share(strategy: Strategy, parameter: nn.Parameter) -> float | Tensor:
-    """One over the number of data-parallel ranks that step each element of the parameter."""
-    return strategy.state_shards / strategy.dp if parameter.dim() else 1 / strategy.dp
+def _shards(parameter: nn.Parameter, rows: dist.ProcessGroup | None) -> int:
+    """Over how many ranks ZeRO cut what is stepped of a parameter."""
+    if isinstance(parameter, DTensor):
+        return int(parameter.device_mesh.size(parameter.device_mesh.ndim - 1))
+    return 1 if rows is None else dist.get_world_size(rows)
 
 
-def _tensor_share(
-    plan: BlockPlan, name: str, parameter: nn.Parameter, rows: dist.ProcessGroup | None
-) -> float | Tensor:
+def _tensor_share(cut: TensorParallelCut, parameter: nn.Parameter, rows: dist.ProcessGroup | None) -> float | Tensor:
     """One over the number of tensor-parallel ranks that hold each element of this rank's piece.
 
     A number where it is the same for all elements, otherwise a tensor that broadcasts over the piece (fused weights
     whose kv heads are fewer than the ranks).
     """
-    layout, sizes = plan.layouts[name], plan.axis_sizes
+    if isinstance(cut.plan, WordPlan):
+        return 1.0
+    layout, sizes = cut.plan.layouts[cut.name], cut.plan.axis_sizes
     share = torch.ones([1] * len(layout))
     for axis, size in enumerate(sizes):
         free = torch.ones([1] * len(layout), dtype=torch.bool)

@@ -69,7 +69,7 @@ def parallelize(
     plan.check(described.spec)
     loss = loss or own_loss(model, batch)
     groups = RankGroups(plan.mesh, plan.cluster.device)
-    layers = place_layers(model, plan, found, described, groups, loss, masters)
+    layers = place_layers(model, plan, found, described, groups, loss, masters, batch)
     return ParallelModel(plan, found, groups, layers, probe_tokens=_tokens(batch))
 
 

@@ -39,7 +39,7 @@ def describe(
     """
     structure = found.structure
     count = len(found.inputs)
-    kinds = [_outer_kind("embed", model, found)]
+    kinds = [_outer_kind("embed", model, found, max_tp)]
     derivations: dict[int, Derivation] = {}
     for number in range(count):
         first = structure.kinds.index(number)
@@ -66,7 +66,7 @@ def describe(
                 sequence_norms=_sequence_norms(derivation, max_tp),
             )
         )
-    kinds.append(_outer_kind("head", model, found))
+    kinds.append(_outer_kind("head", model, found, max_tp))
     spec = ModelSpec(
         name=name or type(model).__name__,
         source=source,
@@ -80,8 +80,8 @@ def describe(
     return DescribedModel(spec=spec, derivations=derivations)
 
 
-def _outer_kind(role: str, model: nn.Module, found: Probe) -> LayerKind:
-    structure = found.structure
+def _outer_kind(role: str, model: nn.Module, found: Probe, max_tp: int) -> LayerKind:
+    structure, vocabulary = found.structure, found.lookup if role == "embed" else found.projection
     layer = 0 if role == "embed" else structure.num_blocks + 1
     parameters = structure.layer_parameters(model, layer)
     return LayerKind(
@@ -89,6 +89,8 @@ def _outer_kind(role: str, model: nn.Module, found: Probe) -> LayerKind:
         role="embed" if role == "embed" else "head",
         class_name=type(model).__name__,
         parameters=parameters_of(parameters),
+        tp_degrees=vocabulary.degrees(max_tp),
+        tp_reason=vocabulary.reason or f"vocabulary {vocabulary.words}",
     )
 
 

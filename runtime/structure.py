@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from autopar.errors import InputError
 from autopar.model import Parameter
 from autopar.runtime.arguments import argument, named_arguments
+from autopar.runtime.ends import SeenEnds, Vocabulary
 from autopar.runtime.refusals import refuse_batch_statistics, refuse_shared
 from autopar.runtime.trees import tree_leaves, tree_map
 
@@ -85,11 +86,13 @@ class BlockInputs:
 class Probe:
     """The structure of a model, the inputs of the first block of each kind, the hidden state's shape of one sample.
 
-    used: the names of the parameters that the forward used.
+    used: the names of the parameters that the forward used; lookup, projection: where its words go in and out.
     """
 
     structure: Structure
     used: tuple[str, ...]
+    lookup: Vocabulary
+    projection: Vocabulary
     hidden_shape: tuple[int, ...]
     inputs: dict[int, BlockInputs] = field(repr=False)
 
@@ -198,7 +201,8 @@ def probe(model: nn.Module, batch: Mapping[str, Tensor]) -> Probe:
     kinds = _kinds(blocks)
     seen = _Seen(num_blocks=len(blocks), first_of_kind={kinds.index(k): k for k in set(kinds)})
     usage = _UsedParameters()
-    handles = []
+    ends = SeenEnds(model, path, batch, lambda: usage.phase)
+    handles = list(ends.handles)
     for number, block in enumerate(blocks):
         handles.append(block.register_forward_pre_hook(seen.before(number, usage), with_kwargs=True, prepend=True))
         handles.append(block.register_forward_hook(seen.after(number, usage), with_kwargs=True))
@@ -231,6 +235,8 @@ def probe(model: nn.Module, batch: Mapping[str, Tensor]) -> Probe:
     return Probe(
         structure=structure,
         used=tuple(name for name, i in named.items() if i in used),
+        lookup=ends.lookup(),
+        projection=ends.projection(),
         inputs=first_run.inputs,
         hidden_shape=first_run.hidden_shape[1:],
     )

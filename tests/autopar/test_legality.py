@@ -46,7 +46,7 @@ def _why(short: str, role: str = "block", **changes: int) -> str | None:
     [
         (_why("dp8"), "occupies 8 ranks, a stage has 4"),
         (_why("dp4", micro_batch=10), "a micro-batch of 10 samples is not divisible by dp 4"),
-        (_why("tp4", "embed"), "embed runs data parallel only"),
+        (_why("tp4s", "embed"), "embed runs data parallel, or vocabulary-parallel with tp"),
         (_why("dp4-r", "head"), "head is not recomputed"),
         (_why("tp4s", sequence=18), "sequence 18 is not divisible by tp 4"),
         (_why("dp2-sp2"), "Ulysses"),

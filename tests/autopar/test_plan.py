@@ -50,7 +50,7 @@ def _strategies(*shorts: str) -> tuple[Strategy, ...]:
     ("change", "words"),
     [
         ({"num_micro_batches": 3}, "global batch 16 is not divisible by 3"),
-        ({"strategies": _strategies(*["dp4"] * 5, "tp4")}, "head runs data parallel only"),
+        ({"strategies": _strategies(*["dp4"] * 5, "tp4s")}, "head runs data parallel, or vocabulary-parallel with tp"),
         ({"strategies": _strategies("dp4", "dp2", *["dp4"] * 4)}, "occupies 2 ranks"),
         ({"strategies": _strategies("dp4", "dp2-ep2", *["dp4"] * 4)}, "expert parallelism"),
     ],

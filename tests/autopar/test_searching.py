@@ -210,7 +210,10 @@ def test_cuts_are_legal_and_the_rest_has_reasons() -> None:
         ({"global_batch": 10, "pp": (1,)}, "legal global batches near it: [8, 12]"),
         ({"pp": (3,)}, "pp 3 does not divide the 4 ranks"),
         ({"pp": (1,), "num_micro_batches": (3,)}, "not divisible by 3 micro-batches"),
-        ({"pp": (1,), "pins": (Pin.parse("0: tp4s"), Pin.parse("head: tp4"))}, "head runs data parallel only"),
+        (
+            {"pp": (1,), "pins": (Pin.parse("0: tp4s"), Pin.parse("head: tp4s"))},
+            "head runs data parallel, or vocabulary-parallel with tp",
+        ),
         ({"pins": (Pin.parse("0: dp8"),)}, "occupies 8 ranks"),
         ({"global_batch": 1 << 40}, "absurd"),
     ],

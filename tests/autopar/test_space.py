@@ -27,10 +27,13 @@ def test_all_divisors_are_candidates() -> None:
     assert len(shorts) == 8 + 16 + 16 + 4
 
 
-def test_embed_and_head_run_data_parallel_only() -> None:
+def test_embed_and_head_run_data_parallel_or_along_the_vocabulary() -> None:
     space = _space()
     for layer in (0, -1):
-        assert [space.strategies[s].short for s in space.allowed[layer]] == ["dp4", "dp4-z1", "dp4-z2", "dp4-z3"]
+        assert [space.strategies[s].short for s in space.allowed[layer]] == [
+            *("dp4", "dp4-z1", "dp4-z2", "dp4-z3"),
+            *("dp2-tp2", "dp2-z1-tp2", "dp2-z2-tp2", "dp2-z3-tp2", "tp4"),
+        ]
     assert len(space.allowed[1]) == 8 + 16 + 4
 
 
@@ -49,7 +52,7 @@ def test_what_was_not_measured_is_left_out() -> None:
     space = StrategySpace.of(
         FILE.model, replace(layers, costs=kept), RankMesh.of(world_size=4), request(), micro_batch=16
     )
-    assert all(s.tp != 4 for s in space.strategies)
+    assert all(space.strategies[s].tp != 4 for s in space.allowed[1])
     reason = next(r.reason for r in space.rejections if r.strategy.short == "tp4" and r.kind == "block")
     assert reason == "block was not measured at tp 4 (measured: tp [1, 2])"
 
@@ -65,7 +68,7 @@ def test_pins_are_masks() -> None:
     [
         (["0: tp3-dp2"], "dp<N>"),
         (["0: dp2-tp1-ep2"], "expert parallelism"),
-        (["embed: tp4"], "data parallel only"),
+        (["embed: tp4s"], "embed runs data parallel, or vocabulary-parallel with tp"),
         (["0: dp2"], "occupies 2 ranks, a stage has 4"),
         (["0: tp4", "0-1: dp4"], "contradict each other on layer 0"),
         (["0-7: dp4"], "its blocks are 0-1"),

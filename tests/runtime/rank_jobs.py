@@ -104,7 +104,20 @@ def _average_one_sharded_layer(parallel: ParallelModel) -> None:
             return
 
 
-_PLANTS = {"average": _average_one_layer, "sharded average": _average_one_sharded_layer}
+def _forget_one_axis(parallel: ParallelModel) -> None:
+    """What is not of the vocabulary in embedding and head is summed over the data-parallel ranks only."""
+    groups, mesh = parallel._groups, parallel.plan.mesh
+    parallel.held = tuple(
+        dataclasses.replace(e, group=groups.along(mesh.place(parallel.plan.strategies[e.layer]).dp))
+        for e in parallel.held
+    )
+
+
+_PLANTS = {
+    "average": _average_one_layer,
+    "sharded average": _average_one_sharded_layer,
+    "forgotten axis": _forget_one_axis,
+}
 
 
 def relayout_pairs(sizes: list[int]) -> dict[str, Any]:
@@ -141,11 +154,11 @@ def relayout_pairs(sizes: list[int]) -> dict[str, Any]:
         y = relayout(x, source, target, lambda axis: groups.along((axis,)))
         (y * part(weight, target)).sum().backward()
         assert x.grad is not None
-        worst["value_error"] = max(worst["value_error"], _distance(y, part(whole, target)))
-        worst["gradient_error"] = max(worst["gradient_error"], _distance(x.grad, part(weight, source)))
+        worst["value_error"] = max(worst["value_error"], distance(y, part(whole, target)))
+        worst["gradient_error"] = max(worst["gradient_error"], distance(x.grad, part(weight, source)))
         stock = DTensor.from_local(part(whole, source), device_mesh, placements(source), run_check=False)
         moved = stock.redistribute(device_mesh, placements(target)).to_local()
-        worst["dtensor_error"] = max(worst["dtensor_error"], _distance(y, moved))
+        worst["dtensor_error"] = max(worst["dtensor_error"], distance(y, moved))
     return {**worst, "pairs": len(layouts) ** 2}
 
 
@@ -160,7 +173,7 @@ def count_groups() -> dict[str, Any]:
     return {"groups": len(groups._groups), "same": same}
 
 
-def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
+def distance(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).abs().max()) if a.shape == b.shape else float("inf")
 
 

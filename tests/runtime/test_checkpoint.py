@@ -13,7 +13,7 @@ import pytest
 Ranks = Callable[..., list[Any]]
 
 TIED = (
-    "GPT2Config(n_embd=32, n_layer=4, n_head=4, vocab_size=64, n_positions=64, tie_word_embeddings=True, "
+    "GPT2Config(n_embd=32, n_layer=4, n_head=4, vocab_size=67, n_positions=64, tie_word_embeddings=True, "
     "resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)"
 )
 PLANS: dict[str, tuple[int, list[str], dict[str, Any]]] = {
@@ -26,8 +26,9 @@ PLANS: dict[str, tuple[int, list[str], dict[str, Any]]] = {
     "two ranks": (2, ["dp2", "tp2", "dp2-z3", "tp2", "dp2", "dp2"], {}),
     "eight ranks": (8, ["dp4-z2", "dp2-tp2", "dp4-z3", "tp4", "dp2-z3-tp2s", "dp4-z2"],
                     {"pp": 2, "layers_per_stage": [2, 4], "micro_batches": 2}),
+    "vocabulary": (4, ["dp2-z3-tp2", "tp4", "dp2-tp2", "dp4-z3", "dp4", "dp2-z3-tp2"], {}),
 }  # fmt: skip
-SAMPLED = [("stages", "optimizer sharded"), ("optimizer sharded", "tensor parallel")]
+SAMPLED = [("stages", "vocabulary"), ("optimizer sharded", "tensor parallel")]
 
 
 def roundtrip(writer: str, reader: str, ranks: Ranks, folder: Path) -> None:

@@ -37,6 +37,7 @@ ATTRIBUTES = {
     "_cdata": ("runtime/tracker.py", torch.zeros(1).untyped_storage()),
     "_foreach_mul_": ("runtime/gradients.py", torch),
     "_is_view": ("runtime/stage.py", torch.Tensor),
+    "_make_wrapper_subclass": ("runtime/sharded_logits.py", torch.Tensor),
     "_ops": ("runtime/tensor_parallel/graph.py", torch),
     "_overloadname": ("runtime/tensor_parallel/rewrite.py", torch.ops.aten.add_.Tensor),
     "_parameters": ("runtime/tensor_parallel/execute.py", nn.Linear(1, 1)),
