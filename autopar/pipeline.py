@@ -11,10 +11,12 @@ depends on schedule and sizes alone.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from autopar.orders import Kind
 from autopar.programs import Program, program
 from autopar.request import Schedule
 from autopar.schedules import stage_rank
@@ -176,6 +178,43 @@ def simulate(
     found.sort(key=lambda op: (op.start_s, op.rank, op.end_s, op.stage, op.micro_batch))
     last = ready.index(max(ready))
     return Timeline(operations=tuple(found), step_s=ready[last] + _after(ending), last_rank=last)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriticalPath:
+    """What a step waits for, without its ending: how often which (kind, stage), how many sends, and its seconds."""
+
+    seconds: float
+    actions: dict[tuple[Kind, int], int]
+    sends: int
+
+
+def critical_path(
+    stages: Sequence[StageTimes], *, schedule: Schedule, micro_batches: int, send_s: float, pp: int | None = None
+) -> CriticalPath:
+    """The longest path of a step, in O(stages * micro-batches); of equal ones that over the rank's own actions.
+
+    seconds = sum of the actions' seconds + sends * send_s.
+    """
+    made, pp = _program(stages, schedule, micro_batches, pp)
+    lengths = [all_s for all_s, _ in _table(stages)]
+    clock, last_of, ends, before = [0.0] * pp, [0] * pp, [0.0], [0]
+    for place, (rank, code, source) in enumerate(zip(made.ranks, made.codes, made.sources, strict=True), 1):
+        now, arrived = clock[rank], ends[source] + send_s
+        by_send = bool(source) and arrived > now
+        now = (arrived if by_send else now) + lengths[code]
+        before.append(-source if by_send else last_of[rank])
+        clock[rank], last_of[rank] = now, place
+        ends.append(now)
+    seconds = max(clock)
+    place, sends = last_of[clock.index(seconds)], 0
+    found: Counter[tuple[Kind, int]] = Counter()
+    while place:
+        kind, stage, _ = made.acts[place - 1]
+        found[kind, stage] += 1
+        sends += before[place] < 0
+        place = abs(before[place])
+    return CriticalPath(seconds=seconds, actions=dict(found), sends=sends)
 
 
 def _program(
