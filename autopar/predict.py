@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -21,6 +22,7 @@ from autopar.request import Schedule
 from autopar.schedules import stage_rank
 from autopar.sharing import Sharing
 from autopar.strategy import Strategy
+from autopar.streams import beside
 from autopar.tables import activation_bytes, layer_cost, layer_layout, shared_bytes
 from autopar.work import Work, layer_work, relayout_s, send_s
 
@@ -260,19 +262,16 @@ def _stage_work(
     mesh, span = plan.mesh, plan.stage_layers(stage)
     moved_bytes = activation_bytes(model, layers, plan.micro_batch)
     forward, backward = dict.fromkeys(CAUSES, 0.0), dict.fromkeys(CAUSES, 0.0)
-    gather_s = sync_s = optimizer_s = 0.0
-    origins = []
     layouts = [_layout(mesh, plan, layer) for layer in span]
-    if stage > 0:
-        layouts.insert(0, mesh.boundary)
-    if stage < plan.num_stages - 1:
-        layouts.append(mesh.boundary)
-    for source, target in pairwise(layouts):
-        there_s, back_s = relayout_s(
-            source, target, mesh=mesh, cluster=cluster, links=links, activation_bytes=moved_bytes
-        )
-        forward["relayout"] += there_s
-        backward["relayout"] += back_s
+    layouts.insert(0, mesh.boundary if stage > 0 else layouts[0])
+    layouts.append(mesh.boundary if stage < plan.num_stages - 1 else layouts[-1])
+    moves = [
+        relayout_s(source, target, mesh=mesh, cluster=cluster, links=links, activation_bytes=moved_bytes)
+        for source, target in pairwise(layouts)
+    ]
+    forward["relayout"] = sum(there_s for there_s, _ in moves)
+    backward["relayout"] = sum(back_s for _, back_s in moves)
+    works = []
     for layer in span:
         strategy = plan.strategies[layer]
         key = (model.layers[layer], strategy)
@@ -286,24 +285,43 @@ def _stage_work(
                 samples=plan.micro_batch / strategy.dp,
                 optimizer=plan.request.optimizer,
             )
-        work = known[key]
+        works.append(known[key])
+    for work in works:
         forward["compute"] += work.forward_s
         backward["compute"] += work.backward_s
         forward["tp_communication"] += work.tp_forward_s + work.sequence_forward_s
         backward["tp_communication"] += work.tp_backward_s + work.sequence_backward_s
-        if strategy.zero == 2:
-            gather_s += work.zero_forward_s
-        else:
-            forward["zero_communication"] += work.zero_forward_s
-        backward["zero_communication"] += work.zero_backward_s
-        sync_s += work.sync_s
-        optimizer_s += work.optimizer_s
-        origins.append(work.origin)
+    zeros = [plan.strategies[layer].zero for layer in span]
+    # What moves an activation to its layer goes before it; what leaves the stage is added to the last.
+    entering = [*moves[:-2], (moves[-2][0] + moves[-1][0], moves[-2][1] + moves[-1][1])]
+    forwards = [w.whole_forward_s - w.zero_forward_s + m[0] for w, m in zip(works, entering, strict=True)]
+    backwards = [w.whole_backward_s - w.zero_backward_s + m[1] for w, m in zip(works, entering, strict=True)]
+    whole, again = ([w.gather_s * (z in kinds) for w, z in zip(works, zeros, strict=True)] for kinds in ((2, 3), (3,)))
+    nothing = [0.0] * len(works)
+    forward["zero_communication"] = _added_s(forwards, again, nothing, links)
+    backward["zero_communication"] = _added_s(
+        backwards[::-1], again[::-1], [work.reduce_s for work in reversed(works)], links
+    )
     return StageWork(
         forward_s=forward,
         backward_s=backward,
-        gather_s=gather_s,
-        sync_s=sync_s,
-        optimizer_s=optimizer_s,
-        origin=weakest(*origins),
+        gather_s=max(0.0, _added_s(forwards, whole, nothing, links) - forward["zero_communication"]),
+        sync_s=sum(work.sync_s for work in works),
+        optimizer_s=sum(work.optimizer_s for work in works),
+        origin=weakest(*(work.origin for work in works)),
     )
+
+
+def _added_s(
+    computes_s: Sequence[float], gathers_s: Sequence[float], reduces_s: Sequence[float], links: LinkProfile
+) -> float:
+    """What gathers and reduce-scatters add to the compute of a row of layers.
+
+    All of it, unless the cluster's overlap was measured (on CPUs torch's FSDP waits for each): then they run beside
+    the compute, one layer ahead. Never more than all of it.
+    """
+    all_s = sum(gathers_s) + sum(reduces_s)
+    if links.overlap_origin != "measured" or not all_s:
+        return all_s
+    together_s, _ = beside(tuple(computes_s), tuple(gathers_s), tuple(reduces_s), slowdown=links.overlap_slowdown)
+    return min(all_s, max(0.0, together_s - sum(computes_s)))

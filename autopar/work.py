@@ -25,8 +25,9 @@ class Work:
 
     Of one micro-batch: forward_s, backward_s (compute; the backward with the recomputed forward), tp_forward_s,
     tp_backward_s (collectives of the tp group), sequence_forward_s, sequence_backward_s (of the sp and cp groups),
-    zero_forward_s, zero_backward_s (exposed gathers and reduce-scatters). Once a step: sync_s (gradients of replicas;
-    ZeRO-1 also gathers the new parameters), optimizer_s.
+    zero_forward_s, zero_backward_s (exposed gathers and reduce-scatters, the layer on its own), gather_s, reduce_s
+    (one gather and one reduce-scatter of ZeRO-2 and 3, whatever runs beside them). Once a step: sync_s (gradients of
+    replicas; ZeRO-1 also gathers the new parameters), optimizer_s.
     """
 
     forward_s: float
@@ -37,6 +38,8 @@ class Work:
     sequence_backward_s: float = 0.0
     zero_forward_s: float = 0.0
     zero_backward_s: float = 0.0
+    gather_s: float = 0.0
+    reduce_s: float = 0.0
     sync_s: float = 0.0
     optimizer_s: float = 0.0
     origin: Origin = "measured"
@@ -90,7 +93,7 @@ def layer_work(
             calls_s[cause, "backward"] += calls_s[cause, "forward"]
 
     backward_s = backward.seconds + (forward.seconds if recompute else 0.0)
-    zero_forward_s = zero_backward_s = sync_s = 0.0
+    zero_forward_s = zero_backward_s = gather_s = reduce_s = sync_s = 0.0
     gradient_bytes, replicas = cost.trainable_bytes, _in_order(mesh, place.dp_replicate, place.sp, place.cp)
     if strategy.zero:
         reduce_s = over(place.dp_shard, "reduce_scatter", gradient_bytes)
@@ -98,6 +101,7 @@ def layer_work(
             reduce_s += over(replicas, "all_reduce", gradient_bytes / strategy.state_shards)
         if strategy.zero == 1:
             sync_s = reduce_s + over(place.dp_shard, "all_gather", gradient_bytes)
+            reduce_s = 0.0
         else:
             gather_s = over(place.dp_shard, "all_gather", cost.parameter_bytes)
             zero_forward_s = exposed_s(gather_s, forward.seconds, links)
@@ -116,6 +120,8 @@ def layer_work(
         sequence_backward_s=calls_s["sequence", "backward"],
         zero_forward_s=zero_forward_s,
         zero_backward_s=zero_backward_s,
+        gather_s=gather_s,
+        reduce_s=reduce_s,
         sync_s=sync_s,
         optimizer_s=touched_bytes / ASSUMED_OPTIMIZER_BYTES_PER_S[cluster.device],
         origin=weakest(*origins),
