@@ -39,6 +39,7 @@ Out = Annotated[Path, typer.Option("--output", "-o", help="The file to write.")]
 Nproc = Annotated[int | None, typer.Option(min=1, max=256, help="How many local processes (default: GPUs, or 4).")]
 Device = Annotated[Literal["cpu", "cuda"] | None, typer.Option(help="Where (default: cuda where there is one).")]
 Seq = Annotated[int | None, typer.Option("--seq", min=1, max=1 << 24, help="Tokens of one sample.")]
+Optimizer = Literal["adamw", "sgd", "sgd-momentum"]
 Dtype = Annotated[str, typer.Option(help="fp32, bf16, ...")]
 Steps = Annotated[int, typer.Option(min=1, max=1_000_000, help="How many optimizer steps.")]
 Text = Annotated[Path | None, typer.Option(help="Text to train on (default: Python's own help topics).")]
@@ -127,6 +128,7 @@ def search(
     memory: Annotated[str | None, typer.Option(help="Budget of one rank, e.g. 24GiB (default: all it has).")] = None,
     seq: Seq = None,
     dtype: Annotated[str | None, typer.Option(help="fp32, bf16, ... (default: as profiled).")] = None,
+    optimizer: Annotated[Optimizer, typer.Option(help="What steps the parameters.")] = "adamw",
     pp: Annotated[list[int] | None, typer.Option(min=1, help="Allow this many stages (repeatable).")] = None,
     micro_batches: Annotated[list[int] | None, typer.Option(min=1, help="Allow this many (repeatable).")] = None,
     pin: Annotated[list[str] | None, typer.Option(help='Fix layers, e.g. "0-3: dp4-z3" (repeatable).')] = None,
@@ -160,6 +162,7 @@ def search(
         memory=memory,
         seq=seq,
         dtype=dtype,
+        optimizer=optimizer,
         pp=tuple(pp or ()),
         micro_batches=tuple(micro_batches or ()),
         pins=tuple(pin or ()),

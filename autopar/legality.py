@@ -130,7 +130,7 @@ def why_schedule_not_runnable(schedule: Schedule, dtype: str = "float32") -> str
     """Why the runtime of this version cannot run a schedule with this dtype."""
     if schedule in SPLIT_BACKWARD and dtype == "bfloat16":
         return (
-            f"{schedule} does not run in bfloat16 yet: torch adds up the gradients of its split backwards in bfloat16, "
+            f"{schedule} does not run in bfloat16 yet: torch adds up the gradients of its split backwards in it, "
             "not in float32 as everywhere else"
         )
     return None

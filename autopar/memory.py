@@ -27,10 +27,10 @@ from autopar.plan import RankMemory
 from autopar.request import Optimizer
 from autopar.strategy import Strategy
 
-OPTIMIZER_COPIES = {"adamw": 2, "sgd": 0}
-"""States of the optimizer in copies of the trained parameters (AdamW: both moments; SGD without momentum)."""
+OPTIMIZER_COPIES = {"adamw": 2, "sgd": 0, "sgd-momentum": 1}
+"""States of the optimizer in copies of the trained parameters (AdamW: both moments)."""
 
-OPTIMIZER_TEMPORARIES = {"adamw": 2, "sgd": 1}
+OPTIMIZER_TEMPORARIES = {"adamw": 2, "sgd": 1, "sgd-momentum": 1}
 """Temporaries of the optimizer step in copies of its largest parameter (torch's loop over single tensors)."""
 
 PARTS = ("parameters", "gradients", "optimizer", "unsharded", "communication", "activations", "transient")

@@ -11,7 +11,7 @@ from autopar.formats import omitted
 from autopar.strategy import Strategy
 
 Schedule = Literal["1f1b", "gpipe", "looped-bfs", "interleaved-1f1b", "interleaved-zero-bubble", "zbv", "dualpipev"]
-Optimizer = Literal["adamw", "sgd"]
+Optimizer = Literal["adamw", "sgd", "sgd-momentum"]
 SCHEDULES: tuple[Schedule, ...] = ("1f1b", "gpipe")
 """What a search tries unless it is told otherwise."""
 

@@ -14,7 +14,7 @@ from autopar.frontier import changed_conditions, frontier, what_if
 from autopar.measured import ClusterFile, ModelFile
 from autopar.relaxing import search_or_explain
 from autopar.report import plan_facts, plan_table
-from autopar.request import Forbid, Pin, Request
+from autopar.request import Forbid, Optimizer, Pin, Request
 from autopar.searching import Progress
 from autopar.units import dtype_name, parse_bytes
 
@@ -33,6 +33,7 @@ class Options:
     memory: str | None = None
     seq: int | None = None
     dtype: str | None = None
+    optimizer: Optimizer = "adamw"
     pp: tuple[int, ...] = ()
     micro_batches: tuple[int, ...] = ()
     pins: tuple[str, ...] = ()
@@ -50,6 +51,7 @@ class Options:
             global_batch=self.global_batch,
             sequence=self.seq or model_file.layers.sequence,
             dtype=dtype_name(self.dtype) if self.dtype is not None else model_file.layers.dtype,
+            optimizer=self.optimizer,
             memory_bytes=parse_bytes(self.memory) if self.memory is not None else None,
             pp=self.pp,
             num_micro_batches=self.micro_batches,

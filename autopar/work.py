@@ -15,7 +15,7 @@ from autopar.strategy import Strategy
 ASSUMED_OPTIMIZER_BYTES_PER_S = {"cpu": 4e9, "cuda": 1e12}
 """Assumed until measured: the memory bandwidth of one rank while its optimizer streams over the states."""
 
-ASSUMED_OPTIMIZER_ACCESSES = {"adamw": 16, "sgd": 3}
+ASSUMED_OPTIMIZER_ACCESSES = {"adamw": 16, "sgd": 3, "sgd-momentum": 8}
 """Assumed: reads and writes of each trained element by one step, torch's unfused loop (AdamW: seven passes)."""
 
 

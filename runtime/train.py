@@ -20,7 +20,10 @@ from autopar.runtime.parallel import ParallelModel, parallelize
 from autopar.runtime.text import ByteBatches, check_vocabulary, default_text, read_text
 from autopar.runtime.tracker import LiveBytes
 
-LEARNING_RATE, MAX_NORM = 3e-3, 1.0
+LEARNING_RATE, MAX_NORM = {"adamw": 3e-3, "sgd": 0.3, "sgd-momentum": 0.03}, 1.0
+_STEPS = "steps"
+"""Where a checkpoint keeps the number of steps so far: among the settings of the optimizer."""
+
 TRACKED_STEP = 2
 """The step (from 0) whose memory is tracked: the optimizer's state exists by then. It is not timed."""
 
@@ -56,7 +59,7 @@ def run_plan(
     timeout_s: float = 3600.0,
     progress: Progress | None = None,
 ) -> Run:
-    """Train `steps` AdamW steps byte by byte on a text (a file, or the topics of pydoc) under the plan.
+    """Train so many steps of the plan's optimizer, byte by byte on a text (a file, or the topics of pydoc).
 
     Starts the plan's ranks as local processes, or runs as one of them inside torchrun. save: a folder for a checkpoint
     after the last step; resume: one to go on from, with its optimizer and at its place in the text. Raises InputError
@@ -103,11 +106,11 @@ def train_rank(payload: dict[str, Any], report: Progress) -> dict[str, Any]:
     )
     device = torch.device("cuda", torch.cuda.current_device()) if plan.cluster.device == "cuda" else "cpu"
     parallel = parallelize(model.to(device), plan)
-    optimizer = torch.optim.AdamW(parallel.param_groups(), lr=LEARNING_RATE)
+    optimizer = make_optimizer(parallel)
     first = 0
     if payload.get("resume") is not None:
         parallel.load(payload["resume"], optimizer)
-        first = max(int(state["step"]) for state in optimizer.state.values())
+        first = _steps_done(optimizer)
     losses, times_s, peak_bytes = [], [], 0
     for step in range(steps):
         batch = parallel.shard_batch(batches.batch(first + step))
@@ -125,8 +128,25 @@ def train_rank(payload: dict[str, Any], report: Progress) -> dict[str, Any]:
                 times_s.append(time.perf_counter() - began)
         report({"done": step + 1, "total": steps, "loss": losses[-1]})
     if payload.get("save") is not None:
+        for group in optimizer.param_groups:
+            group[_STEPS] = first + steps
         parallel.save(payload["save"], optimizer)
     return asdict(_RankRun(losses=tuple(losses), steps_s=tuple(times_s), peak_memory_bytes=peak_bytes))
+
+
+def make_optimizer(parallel: ParallelModel) -> torch.optim.Optimizer:
+    """The optimizer that the plan was made for, over this rank's part of the model."""
+    kind = parallel.plan.request.optimizer
+    lr, groups = LEARNING_RATE[kind], parallel.param_groups()
+    if kind == "adamw":
+        return torch.optim.AdamW(groups, lr=lr)
+    return torch.optim.SGD(groups, lr=lr, momentum=0.9 if kind == "sgd-momentum" else 0.0)
+
+
+def _steps_done(optimizer: torch.optim.Optimizer) -> int:
+    """The steps that a loaded optimizer has made; 0 where neither our own count nor its states tell."""
+    counted = [int(state["step"]) for state in optimizer.state.values() if "step" in state]
+    return int(optimizer.param_groups[0].get(_STEPS, max(counted, default=0)))
 
 
 def _one_step(parallel: ParallelModel, optimizer: torch.optim.Optimizer, batch: Mapping[str, torch.Tensor]) -> float:

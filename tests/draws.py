@@ -73,7 +73,7 @@ requests = st.builds(
     global_batch=st.integers(1, 1 << 20),
     sequence=st.integers(1, 1 << 20),
     dtype=st.sampled_from(("float32", "bfloat16")),
-    optimizer=st.sampled_from(("adamw", "sgd")),
+    optimizer=st.sampled_from(("adamw", "sgd", "sgd-momentum")),
     memory_bytes=st.none() | st.integers(1, 1 << 50),
     pp=st.lists(st.integers(1, 64), max_size=3).map(tuple),
     num_micro_batches=st.lists(st.integers(1, 64), max_size=3).map(tuple),

@@ -43,12 +43,13 @@ def make_plan(
     schedule: str = "1f1b",
     sequence: int = 8,
     dtype: str = "float32",
+    optimizer: str = "adamw",
 ) -> Plan:
     model = build_model(source, device="meta", dtype=dtype)
     return Plan(
         model=PlanModel(name="test", source=source, fingerprint=fingerprint(model)),
         cluster=PlanCluster(name="test", device="cpu", world_size=world, ranks_per_node=world, memory_bytes=1 << 30),
-        request=Request(global_batch=global_batch, sequence=sequence, dtype=dtype),
+        request=Request(global_batch=global_batch, sequence=sequence, dtype=dtype, optimizer=optimizer),
         pp=pp,
         schedule=schedule,  # type: ignore[arg-type]
         num_micro_batches=micro_batches,

@@ -59,18 +59,6 @@ def test_a_loop_of_the_users_own_accumulates_into_the_rows(ranks: Ranks) -> None
 SMALL = "LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=64)"
 
 
-def test_every_elementwise_optimizer_steps_as_in_one_process(ranks: Ranks) -> None:
-    strategies = ["dp2-z1", "dp2-z1", "dp2-z3", "dp2"]
-    for found in ranks("optimizer_jobs:steps_of_optimizers", 2, source=SMALL, strategies=strategies):
-        assert max(found.values()) <= WEIGHT_TOLERANCE, found
-
-
-def test_optimizers_that_need_whole_tensors_are_refused_by_name(ranks: Ranks) -> None:
-    for found in ranks("optimizer_jobs:refused_optimizers", 2, source=SMALL, strategies=["dp2-z1"] * 4):
-        assert "LBFGS does not run on a part of each parameter" in found["LBFGS"]
-        assert "Adafactor is not elementwise" in found["Adafactor"]
-
-
 def test_a_rank_keeps_its_rows_of_the_states_only(ranks: Ranks) -> None:
     whole = ranks("optimizer_jobs:state_bytes", 2, source=SMALL, strategies=["dp2"] * 4)[0]
     for found in ranks("optimizer_jobs:state_bytes", 2, source=SMALL, strategies=["dp2-z1"] * 4):
