@@ -17,6 +17,7 @@ import typer
 from autopar.errors import AutoparError, RunError, UsageError
 from autopar.formats import check_writable
 from autopar.interrupts import INTERRUPTED, interrupt_stops, leave_at_once, step
+from autopar.request import Schedule
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -201,13 +202,21 @@ def estimate(
     norms: Annotated[bool, typer.Option("--sequence-norms", help="Sequence-parallel norms beside tp.")] = False,
     recompute: Annotated[bool, typer.Option(help="Recompute every block in the backward.")] = False,
     micro_batches: Annotated[int, typer.Option(min=1, help="Micro-batches of a step.")] = 1,
+    schedule: Annotated[Schedule, typer.Option(help="Order of micro-batches through the pipeline.")] = "1f1b",
+    stages_per_rank: Annotated[int | None, typer.Option(min=1, help="Stages of a rank (default: the fewest).")] = None,
     seq: Annotated[int, typer.Option("--seq", min=1, max=1 << 24, help="Tokens of one sample.")] = 2048,
+    allow_unrunnable: Annotated[
+        bool, typer.Option("--allow-unrunnable", help="Also price what the runtime cannot run yet.")
+    ] = False,
+    trace: Annotated[Path | None, typer.Option(help="Write the simulated step as a Chrome trace (Perfetto).")] = None,
     json: Json = False,
 ) -> None:
     """Price one plan for a model on a cluster, also for machines that are not here. Loads no torch."""
     from autopar.estimating import Degrees, files, priced, uniform
+    from autopar.formats import write_file
     from autopar.plan import Plan
     from autopar.report import plan_facts, plan_table
+    from autopar.traces import chrome_trace
 
     model_file, cluster_file = files(model, cluster, sequence=seq)
     if plan is not None:
@@ -215,10 +224,22 @@ def estimate(
     else:
         again: Literal["full", "none"] = "full" if recompute else "none"
         degrees = Degrees(
-            dp=dp, tp=tp, pp=pp, zero=zero, sequence_norms=norms, recompute=again, num_micro_batches=micro_batches
+            dp=dp,
+            tp=tp,
+            pp=pp,
+            zero=zero,
+            sequence_norms=norms,
+            recompute=again,
+            num_micro_batches=micro_batches,
+            schedule=schedule,
+            stages_per_rank=stages_per_rank,
         )
-        chosen = uniform(model_file, cluster_file, degrees, global_batch=global_batch)
+        chosen = uniform(
+            model_file, cluster_file, degrees, global_batch=global_batch, allow_unrunnable=allow_unrunnable
+        )
     found = priced(chosen, model_file, cluster_file)
+    if trace is not None:
+        write_file(trace, chrome_trace(found, model_file, cluster_file))
     _answer(found.dumps() if json else _shown(plan_table(found), plan_facts(found)))
 
 

@@ -10,12 +10,16 @@ from autopar.measured import ClusterFile, ModelFile
 from autopar.plan import Plan, PlanCluster, PlanModel
 from autopar.predict import predict
 from autopar.request import Request, Schedule
+from autopar.schedules import why_stages_illegal
 from autopar.strategy import Recompute, Strategy
 
 
 @dataclass(frozen=True, kw_only=True)
 class Degrees:
-    """One strategy for all blocks; embedding and head are data parallel over the same ranks."""
+    """One strategy for all blocks; embedding and head are data parallel over the same ranks.
+
+    stages_per_rank: None for the fewest that the schedule takes.
+    """
 
     dp: int | None = None
     tp: int = 1
@@ -25,6 +29,7 @@ class Degrees:
     recompute: Recompute = "none"
     num_micro_batches: int = 1
     schedule: Schedule = "1f1b"
+    stages_per_rank: int | None = None
 
 
 def files(model: str, cluster: str, *, sequence: int) -> tuple[ModelFile, ClusterFile]:
@@ -45,7 +50,14 @@ def files(model: str, cluster: str, *, sequence: int) -> tuple[ModelFile, Cluste
     return shipped.model(model, device, sequence=sequence), found
 
 
-def uniform(model: ModelFile, cluster: ClusterFile, degrees: Degrees, *, global_batch: int) -> Plan:
+def uniform(
+    model: ModelFile,
+    cluster: ClusterFile,
+    degrees: Degrees,
+    *,
+    global_batch: int,
+    allow_unrunnable: bool = False,
+) -> Plan:
     """The plan of these degrees, checked against what the runtime can run; InputError otherwise."""
     world, d = cluster.cluster.world_size, degrees
     width = world // d.pp
@@ -57,8 +69,16 @@ def uniform(model: ModelFile, cluster: ClusterFile, degrees: Degrees, *, global_
             fix="leave out --dp, or choose degrees whose product is the number of ranks",
         )
     blocks = model.model.num_blocks
-    if d.pp > blocks:
-        raise InputError(f"pp {d.pp} is more than the {blocks} blocks", why="each stage needs one", fix="a smaller pp")
+    each = d.stages_per_rank
+    if each is None:
+        each = next(n for n in (1, 2) if why_stages_illegal(d.schedule, pp=d.pp, stages_per_rank=n) is None)
+    reason = why_stages_illegal(d.schedule, pp=d.pp, stages_per_rank=each)
+    if reason:
+        raise InputError(f"{each} stages a rank are not legal", why=reason, fix="leave out --stages-per-rank")
+    stages = d.pp * each
+    if stages > blocks:
+        what = f"pp {d.pp}" if each == 1 else f"pp {d.pp} with {each} stages a rank"
+        raise InputError(f"{what} is more than the {blocks} blocks", why="each stage needs one", fix="a smaller pp")
     block = Strategy(
         dp=dp,
         zero=d.zero if dp > 1 else 0,
@@ -67,10 +87,10 @@ def uniform(model: ModelFile, cluster: ClusterFile, degrees: Degrees, *, global_
         recompute=d.recompute,
     )
     outer = Strategy(dp=width, zero=d.zero if width > 1 else 0)
-    even, more = divmod(blocks, d.pp)
+    even, more = divmod(blocks, stages)
     # What does not divide goes to the middle stages first: the ends hold embedding and head.
-    order = [*range(1, d.pp - 1), 0, d.pp - 1] if d.pp > 1 else [0]
-    counts = [even + (stage in order[:more]) for stage in range(d.pp)]
+    order = [*range(1, stages - 1), 0, stages - 1] if stages > 1 else [0]
+    counts = [even + (stage in order[:more]) for stage in range(stages)]
     counts[0] += 1
     counts[-1] += 1
     spec = cluster.cluster
@@ -83,7 +103,12 @@ def uniform(model: ModelFile, cluster: ClusterFile, degrees: Degrees, *, global_
             ranks_per_node=spec.ranks_per_node,
             memory_bytes=spec.memory_bytes,
         ),
-        request=Request(global_batch=global_batch, sequence=model.layers.sequence, dtype=model.layers.dtype),
+        request=Request(
+            global_batch=global_batch,
+            sequence=model.layers.sequence,
+            dtype=model.layers.dtype,
+            allow_unrunnable=allow_unrunnable,
+        ),
         pp=d.pp,
         schedule=d.schedule,
         num_micro_batches=d.num_micro_batches,
@@ -91,7 +116,7 @@ def uniform(model: ModelFile, cluster: ClusterFile, degrees: Degrees, *, global_
         strategies=(outer, *[block] * blocks, outer),
         versions={},
     )
-    plan.check(model.model)
+    plan.check(model.model, unrunnable=plan.request.allow_unrunnable)
     return plan
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -22,7 +21,7 @@ from autopar.request import Schedule
 from autopar.schedules import stage_rank
 from autopar.sharing import Sharing
 from autopar.strategy import Strategy
-from autopar.streams import beside
+from autopar.streams import Row
 from autopar.tables import activation_bytes, layer_cost, layer_layout, shared_bytes
 from autopar.work import Work, layer_work, relayout_s, send_s
 
@@ -37,12 +36,15 @@ GLOBAL_SUM_BYTES = 16
 class StageWork:
     """Seconds of one stage: of one micro-batch by cause (forward and backward), and once a step.
 
-    gather_s: of ZeRO-2 layers, once between two backwards; not in the others.
+    gather_s: of ZeRO-2 layers, once between two backwards; not in the others. forward_row, backward_row: layer by
+    layer, the forward with all its gathers.
     """
 
     forward_s: dict[str, float]
     backward_s: dict[str, float]
     gather_s: float
+    forward_row: Row
+    backward_row: Row
     sync_s: float
     optimizer_s: float
     origin: Origin
@@ -291,37 +293,34 @@ def _stage_work(
         backward["compute"] += work.backward_s
         forward["tp_communication"] += work.tp_forward_s + work.sequence_forward_s
         backward["tp_communication"] += work.tp_backward_s + work.sequence_backward_s
-    zeros = [plan.strategies[layer].zero for layer in span]
     # What moves an activation to its layer goes before it; what leaves the stage is added to the last.
     entering = [*moves[:-2], (moves[-2][0] + moves[-1][0], moves[-2][1] + moves[-1][1])]
-    forwards = [w.whole_forward_s - w.zero_forward_s + m[0] for w, m in zip(works, entering, strict=True)]
-    backwards = [w.whole_backward_s - w.zero_backward_s + m[1] for w, m in zip(works, entering, strict=True)]
-    whole, again = ([w.gather_s * (z in kinds) for w, z in zip(works, zeros, strict=True)] for kinds in ((2, 3), (3,)))
-    nothing = [0.0] * len(works)
-    forward["zero_communication"] = _added_s(forwards, again, nothing, links)
-    backward["zero_communication"] = _added_s(
-        backwards[::-1], again[::-1], [work.reduce_s for work in reversed(works)], links
+    forwards = tuple(w.whole_forward_s - w.zero_forward_s + m[0] for w, m in zip(works, entering, strict=True))
+    backwards = tuple(w.whole_backward_s - w.zero_backward_s + m[1] for w, m in zip(works, entering, strict=True))
+    zeros = [plan.strategies[layer].zero for layer in span]
+    whole, again = (
+        tuple(w.gather_s * (z in kinds) for w, z in zip(works, zeros, strict=True)) for kinds in ((2, 3), (3,))
     )
+    nothing = (0.0,) * len(works)
+    # On CPUs torch's FSDP waits for each collective; elsewhere they run beside the compute, one layer ahead.
+    slowdown = links.overlap_slowdown if links.overlap_origin == "measured" else None
+    warm, cold = (
+        Row(computes_s=forwards, gathers_s=gathers, reduces_s=nothing, slowdown=slowdown) for gathers in (again, whole)
+    )
+    back = Row(
+        computes_s=backwards[::-1],
+        gathers_s=again[::-1],
+        reduces_s=tuple(work.reduce_s for work in reversed(works)),
+        slowdown=slowdown,
+    )
+    forward["zero_communication"], backward["zero_communication"] = warm.added_s, back.added_s
     return StageWork(
         forward_s=forward,
         backward_s=backward,
-        gather_s=max(0.0, _added_s(forwards, whole, nothing, links) - forward["zero_communication"]),
+        gather_s=max(0.0, cold.added_s - warm.added_s),
+        forward_row=cold,
+        backward_row=back,
         sync_s=sum(work.sync_s for work in works),
         optimizer_s=sum(work.optimizer_s for work in works),
         origin=weakest(*(work.origin for work in works)),
     )
-
-
-def _added_s(
-    computes_s: Sequence[float], gathers_s: Sequence[float], reduces_s: Sequence[float], links: LinkProfile
-) -> float:
-    """What gathers and reduce-scatters add to the compute of a row of layers.
-
-    All of it, unless the cluster's overlap was measured (on CPUs torch's FSDP waits for each): then they run beside
-    the compute, one layer ahead. Never more than all of it.
-    """
-    all_s = sum(gathers_s) + sum(reduces_s)
-    if links.overlap_origin != "measured" or not all_s:
-        return all_s
-    together_s, _ = beside(tuple(computes_s), tuple(gathers_s), tuple(reduces_s), slowdown=links.overlap_slowdown)
-    return min(all_s, max(0.0, together_s - sum(computes_s)))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from autopar.measured import ClusterFile, ModelFile
 from autopar.model import layer_names
 from autopar.plan import Plan
+from autopar.schedules import stage_rank
 from autopar.strategy import Strategy
 from autopar.units import format_bytes, format_seconds
 
@@ -82,7 +83,8 @@ def plan_table(plan: Plan) -> Table:
     names, per_stage = layer_names(len(plan.strategies)), plan.mesh.ranks_per_stage
     for run in runs(plan):
         layers = names[run.first] if run.first == run.last else f"{names[run.first]}-{names[run.last]}"
-        ranks = span(run.stage * per_stage, (run.stage + 1) * per_stage - 1)
+        rank = stage_rank(plan.schedule, pp=plan.pp, stage=run.stage)
+        ranks = span(rank * per_stage, (rank + 1) * per_stage - 1)
         table.add_row(layers, str(run.stage), ranks, run.strategy.short, strategy_words(run.strategy))
     return table
 
@@ -98,7 +100,7 @@ def plan_facts(plan: Plan) -> str:
     lines = [
         f"global batch {request.global_batch} in {plan.num_micro_batches} micro-batches of {plan.micro_batch}, "
         f"sequence {request.sequence}, {request.dtype}, {request.optimizer}, "
-        + (f"{plan.pp} stages ({plan.schedule})" if plan.pp > 1 else "no pipeline")
+        + (f"{plan.num_stages} stages{_on_ranks(plan)} ({plan.schedule})" if plan.pp > 1 else "no pipeline")
     ]
     budget_bytes = request.memory_bytes or plan.cluster.memory_bytes
     if plan.predicted is not None:
@@ -117,6 +119,10 @@ def plan_facts(plan: Plan) -> str:
         checked = f", agreed by {', '.join(certificate.verified_by)}" if certificate.verified_by else ""
         lines.append(f"{how} for the tables of this profile, says solver {certificate.solver}{checked}")
     return "\n".join(lines)
+
+
+def _on_ranks(plan: Plan) -> str:
+    return f", {plan.stages_per_rank} a rank" if plan.stages_per_rank > 1 else ""
 
 
 def outcome_parts(outcome: Outcome) -> list[RenderableType]:

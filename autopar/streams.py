@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Literal
 
 
@@ -83,3 +83,41 @@ def beside(
                 left = computes_s[layer] if layer < len(computes_s) else 0.0
                 issued = issue()
     return now, tuple(spans)
+
+
+def behind(
+    computes_s: tuple[float, ...], gathers_s: tuple[float, ...], reduces_s: tuple[float, ...]
+) -> tuple[float, tuple[Span, ...]]:
+    """The same where the host waits for every collective (torch's FSDP on CPUs): one after another."""
+    now, spans = 0.0, []
+    kinds: tuple[Literal["gather", "compute", "reduce"], ...] = ("gather", "compute", "reduce")
+    for layer, lengths in enumerate(zip(gathers_s, computes_s, reduces_s, strict=True)):
+        for kind, seconds in zip(kinds, lengths, strict=True):
+            if seconds > 0:
+                spans.append(Span(start_s=now, end_s=now + seconds, kind=kind, layer=layer))
+                now += seconds
+    return now, tuple(spans)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """What a rank does in one action, layer by layer in its order; slowdown None: the host waits for collectives."""
+
+    computes_s: tuple[float, ...]
+    gathers_s: tuple[float, ...]
+    reduces_s: tuple[float, ...]
+    slowdown: float | None
+
+    @cached_property
+    def run(self) -> tuple[float, tuple[Span, ...]]:
+        """Seconds and spans; collectives beside the compute never cost more than to wait for them."""
+        alone = behind(self.computes_s, self.gathers_s, self.reduces_s)
+        if self.slowdown is None or alone[0] == sum(self.computes_s):
+            return alone
+        together = beside(self.computes_s, self.gathers_s, self.reduces_s, slowdown=self.slowdown)
+        return min(alone, together, key=lambda found: found[0])
+
+    @property
+    def added_s(self) -> float:
+        """What the collectives add to the compute."""
+        return max(0.0, self.run[0] - sum(self.computes_s))

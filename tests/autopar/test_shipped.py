@@ -132,6 +132,23 @@ def test_search_runs_on_shipped_names() -> None:
     assert plan.predicted.step_s <= found.step_s * 1.001
 
 
+def test_schedules_that_leave_smaller_bubbles_are_predicted_faster() -> None:
+    model_file, cluster_file = files("llama2-7b", "a100-80g:2x8", sequence=2048)
+    took = {}
+    for schedule in ("1f1b", "interleaved-1f1b", "interleaved-zero-bubble", "zbv"):
+        degrees = Degrees(pp=4, tp=4, num_micro_batches=8, schedule=schedule)  # type: ignore[arg-type]
+        plan = uniform(model_file, cluster_file, degrees, global_batch=32, allow_unrunnable=True)
+        assert plan.stages_per_rank == (2 if schedule in ("interleaved-1f1b", "zbv") else 1)
+        found = priced(plan, model_file, cluster_file).predicted
+        assert found is not None
+        took[schedule] = found.step_s, found.parts_s["bubble"]
+    steps, bubbles = zip(*took.values(), strict=True)
+    assert list(steps) == sorted(steps, reverse=True)
+    assert list(bubbles) == sorted(bubbles, reverse=True)
+    with pytest.raises(InputError, match="zbv puts exactly 2 stages on a rank, not 3"):
+        uniform(model_file, cluster_file, Degrees(pp=4, tp=4, schedule="zbv", stages_per_rank=3), global_batch=32)
+
+
 def test_the_command_prices_a_shipped_name_without_torch(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "autopar", "estimate", "llama2-7b", "--cluster", "a100-80g:8x8", "--zero", "3"]
     options = ["--global-batch", "1024", "--micro-batches", "16", "--seq", "4096", "--recompute", "--json"]
@@ -142,13 +159,14 @@ def test_the_command_prices_a_shipped_name_without_torch(tmp_path: Path) -> None
     saved = tmp_path / "plan.json"
     saved.write_text(done.stdout)
     again = subprocess.run(
-        [*command[:7], "--plan", str(saved), "--seq", "4096", "--json"],
+        [*command[:7], "--plan", str(saved), "--seq", "4096", "--json", "--trace", str(tmp_path / "trace.json")],
         cwd=ROOT,
         capture_output=True,
         text=True,
         check=True,
     )
     assert json.loads(again.stdout)["predicted"] == json.loads(done.stdout)["predicted"]
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     program = "import sys, autopar.estimating; print([m for m in ('torch', 'transformers') if m in sys.modules])"
     clean = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert clean.stdout == "[]\n"
