@@ -5,6 +5,49 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from autopar.formats import omitted
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateCost:
+    """Seconds of what follows the last backward on a rank: scaling, clipping and the step of an optimizer.
+
+    tensor_s for each trained tensor, byte_s for each byte that the rank holds of them. sharded: for tensors that
+    fully_shard cuts, each of which torch unwraps and wraps in every operation.
+    """
+
+    optimizer: Literal["adamw"]
+    sharded: bool
+    tensor_s: float
+    byte_s: float
+
+    def __post_init__(self) -> None:
+        _check_seconds(self, "tensor_s", "byte_s")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroCost:
+    """Seconds that a gather or reduce-scatter of a layer under ZeRO-2 or ZeRO-3 costs beside the collective.
+
+    call_s for each, byte_s for each byte of the whole layer: hooks, and copies into and out of flat buffers.
+    """
+
+    call_s: float
+    byte_s: float
+
+    def __post_init__(self) -> None:
+        _check_seconds(self, "call_s", "byte_s")
+
+    def at(self, size_bytes: float) -> float:
+        """Seconds for a layer of this size."""
+        return self.call_s + self.byte_s * size_bytes
+
+
+def _check_seconds(value: object, *fields: str) -> None:
+    for field in fields:
+        if not 0 <= getattr(value, field) < 1e6:
+            raise ValueError(f"{type(value).__name__}.{field} must not be negative, is {getattr(value, field)}")
+
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterSpec:
@@ -12,7 +55,8 @@ class ClusterSpec:
 
     device: "cpu" or "cuda"; device_name: the maker's name; memory_bytes: what one rank may use in all.
     compute_speedup: entry k-1 is the speed of a rank while k ranks of its node compute, relative to all at once
-    (processes that share the cores of a machine); empty where ranks do not slow each other.
+    (processes that share the cores of a machine); empty where ranks do not slow each other. updates, zero: measured
+    with all ranks at once; empty and None: assumed, see autopar.work.
     Raises ValueError for sizes that make no machine.
     """
 
@@ -23,6 +67,8 @@ class ClusterSpec:
     ranks_per_node: int
     memory_bytes: int
     compute_speedup: tuple[float, ...] = ()
+    updates: tuple[UpdateCost, ...] = omitted(())
+    zero: ZeroCost | None = omitted(None)
 
     def __post_init__(self) -> None:
         for field, limit in (("world_size", 1 << 20), ("ranks_per_node", 1 << 20), ("memory_bytes", 1 << 60)):

@@ -163,7 +163,7 @@ class LayerCost:
     forward_peak_bytes: highest live bytes during the forward above those at its entry (saved set included).
     backward_peak_bytes: highest live bytes during the backward above those live before the forward, counting the
     saved set, the incoming and outgoing gradients and the growing parameter gradients.
-    flops: of one forward; origin: of the seconds.
+    flops: of one forward; origin: of the seconds; trainable_tensors: how many parameters are trained.
     """
 
     kind: str
@@ -183,6 +183,7 @@ class LayerCost:
     flops: Line
     calls: tuple[TensorParallelCall, ...] = ()
     origin: Origin = omitted("measured")
+    trainable_tensors: int = omitted(1)
 
     def __post_init__(self) -> None:
         if not len(self.samples) == len(self.forward_s) == len(self.backward_s) or not self.samples:

@@ -103,14 +103,16 @@ def layer_work(
             sync_s = reduce_s + over(place.dp_shard, "all_gather", gradient_bytes)
             reduce_s = 0.0
         else:
-            gather_s = over(place.dp_shard, "all_gather", cost.parameter_bytes)
+            # fully_shard's hooks and copies around each.
+            beside_s = 0.0 if cluster.zero is None else cluster.zero.at(cost.parameter_bytes)
+            gather_s = over(place.dp_shard, "all_gather", cost.parameter_bytes) + beside_s
+            reduce_s += beside_s
             zero_forward_s = exposed_s(gather_s, forward.seconds, links)
             again_s = gather_s if strategy.zero == 3 else 0.0
             zero_backward_s = exposed_s(again_s + reduce_s, backward_s, links)
     elif replicas:
         sync_s = over(replicas, "all_reduce", gradient_bytes)
 
-    touched_bytes = cost.trainable_bytes / strategy.state_shards * ASSUMED_OPTIMIZER_ACCESSES[optimizer]
     return Work(
         forward_s=forward.seconds,
         backward_s=backward_s,
@@ -123,9 +125,18 @@ def layer_work(
         gather_s=gather_s,
         reduce_s=reduce_s,
         sync_s=sync_s,
-        optimizer_s=touched_bytes / ASSUMED_OPTIMIZER_BYTES_PER_S[cluster.device],
+        optimizer_s=_optimizer_s(cost, strategy, cluster, optimizer),
         origin=weakest(*origins),
     )
+
+
+def _optimizer_s(cost: LayerCost, strategy: Strategy, cluster: ClusterSpec, optimizer: Optimizer) -> float:
+    """Seconds of scaling, clipping and stepping one layer's share; assumed where the cluster does not say."""
+    held_bytes = cost.trainable_bytes / strategy.state_shards
+    for update in cluster.updates:
+        if (update.optimizer, update.sharded) == (optimizer, strategy.zero >= 2):
+            return cost.trainable_tensors * update.tensor_s + held_bytes * update.byte_s
+    return held_bytes * ASSUMED_OPTIMIZER_ACCESSES[optimizer] / ASSUMED_OPTIMIZER_BYTES_PER_S[cluster.device]
 
 
 def _in_order(mesh: RankMesh, *names: tuple[str, ...]) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.axes import RankMesh, divisors
-from autopar.cluster import ClusterSpec
+from autopar.cluster import ClusterSpec, UpdateCost, ZeroCost
 from autopar.errors import InputError
 from autopar.formats import from_plain
 from autopar.measured import COLLECTIVES, ClusterFile, Collective, GroupShape, LinkCurve, LinkProfile
@@ -31,7 +31,17 @@ SIZES_BYTES = (
 )
 """Default message sizes, each rounded up to a whole number of float32 on every rank of a group."""
 
-_POINT_S = 0.08  # seconds to spend on one collective, dimension and size; fewer repeats where it takes longer
+_POINT_S = 0.07  # seconds to spend on one collective, dimension and size; fewer repeats where it takes longer
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Beside:
+    """What is measured after the links; an interrupted profile lacks it."""
+
+    compute_speedup: tuple[float, ...] = ()
+    updates: tuple[UpdateCost, ...] = ()
+    zero: ZeroCost | None = None
+    overlap_slowdown: float | None = None
 
 
 class Interrupted(KeyboardInterrupt):
@@ -80,6 +90,7 @@ def profile_cluster(
                 progress(event)
 
     def file() -> ClusterFile:
+        beside = from_plain(_Beside, facts.get("beside", {}), "what was measured beside links")
         spec = ClusterSpec(
             name="local",
             device=chosen,
@@ -87,11 +98,19 @@ def profile_cluster(
             world_size=count,
             ranks_per_node=ranks_per_node,
             memory_bytes=facts["memory_bytes"],
-            compute_speedup=tuple(facts.get("compute_speedup", ())),
+            compute_speedup=beside.compute_speedup,
+            updates=beside.updates,
+            zero=beside.zero,
         )
         found = from_plain(tuple[LinkCurve, ...], curves, "the measured curves")
         machine = f"{facts['device_name']}, {os.cpu_count()} cores, {count} processes"
-        return ClusterFile(cluster=spec, links=LinkProfile(curves=found), provenance=provenance(command, machine))
+        slowdown = beside.overlap_slowdown
+        links = LinkProfile(
+            curves=found,
+            overlap_slowdown=slowdown or 1.0,
+            overlap_origin="assumed" if slowdown is None else "measured",
+        )
+        return ClusterFile(cluster=spec, links=links, provenance=provenance(command, machine))
 
     try:
         results = launch(

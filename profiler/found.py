@@ -32,6 +32,7 @@ class LayerBytes:
     forward_peak_bytes: Line
     backward_peak_bytes: Line
     flops: Line
+    trainable_tensors: int
     calls: tuple[TensorParallelCall, ...]
 
 

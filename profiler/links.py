@@ -15,13 +15,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 from autopar.errors import RunError
 from autopar.formats import to_plain
-from autopar.measured import Collective, LinkCurve
+from autopar.measured import Collective, GroupShape, LinkCurve, LinkProfile
 from autopar.profiler.clock import device_name, slowest, wait_for
 from autopar.profiler.cluster import Dimension, Groups, tasks
 from autopar.profiler.sharing import compute_speedup
+from autopar.profiler.updates import update_costs, zero_costs
 from autopar.runtime.launch import Progress
 from autopar.runtime.machine import machine_memory_bytes
 
@@ -33,7 +35,8 @@ _ROUNDS, _MOST_REPEATS = 3, 8  # rounds over all sizes of a curve, repeats in ea
 
 
 def measure_rank(payload: dict[str, Any], report: Progress) -> dict[str, Any]:
-    """What this rank found: `device_name`, `memory_bytes`, and `curves` (the same on every rank), as plain values.
+    """What this rank found, as plain values: `device_name`, `memory_bytes`, and, the same on every rank, `curves`
+    and what is measured `beside` them (fields of ClusterSpec and LinkProfile).
 
     payload: device, sizes_bytes (ascending), ranks_per_node, budget_s (to be shared out over all sizes). Reports how
     far it is at every size, every finished curve as `curve`, and repeats left out as `note`.
@@ -67,10 +70,16 @@ def measure_rank(payload: dict[str, Any], report: Progress) -> dict[str, Any]:
         report({"curve": to_plain(curve)})
     if dropped:
         report({"note": f"{dropped} of {counted} repeats took over {_OUTLIER} times their median and do not count"})
-    report({"done": clock.total, "total": clock.total, "what": "links"})
+    report({"done": clock.total, "total": clock.total, "what": "steps"})
     # Only processes on a CPU share what they compute with.
     speedup = compute_speedup(payload["ranks_per_node"]) if device.type == "cpu" else ()
-    return {**facts, "curves": to_plain(curves), "compute_speedup": list(speedup)}
+    mesh = init_device_mesh(device.type, (world_size,))
+    links = LinkProfile(curves=tuple(curves))
+    found: dict[str, Any] = {"compute_speedup": speedup, "updates": update_costs(mesh)}
+    if world_size > 1:
+        everyone = GroupShape.of((tuple(range(world_size)),), payload["ranks_per_node"])
+        found["zero"], found["overlap_slowdown"] = zero_costs(mesh, links, everyone)
+    return {**facts, "curves": to_plain(curves), "beside": to_plain(found)}
 
 
 class _Clock:

@@ -83,8 +83,8 @@ def profile_model(
     """The layers of the model of a MODEL string, measured by `nproc` local processes at once.
 
     tp_degrees: to measure where a layer allows them (default: all divisors of nproc); samples: local samples at which
-    layers are timed (default 1, 2, 4; under tensor parallelism the first and the last). Raises InputError for what is
-    no model or a batch that it cannot run, RunError when a process fails or is not done in time.
+    layers are timed (default 1, 2, 4; under tensor parallelism the first, and the last times the degree). Raises
+    InputError for what is no model or a batch that it cannot run, RunError when a process fails or takes too long.
 
     Cost: one start of processes, then about 0.2 s for each layer kind, degree and number of samples, or four runs.
     """

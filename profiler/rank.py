@@ -54,8 +54,12 @@ def _bench(payload: Mapping[str, Any]) -> LayerBench:
 
 
 def counts(key: LayerKey, samples: Sequence[int]) -> tuple[int, ...]:
-    """The numbers of samples at which a layer is timed: under tensor parallelism each exports a graph, so two do."""
-    return tuple(samples) if key.tp == 1 else tuple(dict.fromkeys((samples[0], samples[-1])))
+    """The numbers of samples at which a layer is timed.
+
+    Under tensor parallelism two, as each exports a graph; the larger as a whole group has them, for its ranks share
+    one batch.
+    """
+    return tuple(samples) if key.tp == 1 else tuple(dict.fromkeys((samples[0], samples[-1] * key.tp)))
 
 
 def measure(bench: LayerBench, *, degrees: Sequence[int], samples: Sequence[int], report: Progress) -> RankProfile:
@@ -125,5 +129,6 @@ def layer_bytes(bench: LayerBench, key: LayerKey, samples: Sequence[int]) -> Lay
         forward_peak_bytes=line(lambda found: found.forward_peak_bytes),
         backward_peak_bytes=line(lambda found: found.backward_peak_bytes),
         flops=line(lambda found: found.flops),
+        trainable_tensors=sum(p.requires_grad for p in parameters),
         calls=bench.calls(key),
     )

@@ -27,18 +27,20 @@ def choose_repeats(call: LayerCall) -> int:
 
 
 def time_burst(call: LayerCall, repeats: int) -> LayerSeconds:
-    """Mean seconds of a layer's forward and backward over a burst that all ranks begin together.
+    """Mean seconds of a layer's forward and backward over a burst that all ranks begin together, on the last to end.
 
     Single runs would not do: where ranks outnumber cores, a run shorter than the scheduler's time slice seems to have
-    a core for itself.
+    a core for itself. Nor would a rank's own burst: ranks that end early had more than their share of the cores.
     """
     weight = _weight(call)
     grad = torch.ones_like(run_inside_model(call, weight))
     if dist.is_initialized():
         dist.barrier()
-    seconds = _runs(call, weight, grad, repeats)
+    own = _runs(call, weight, grad, repeats)
     call.module.zero_grad(set_to_none=True)
-    return seconds
+    own_s = own.forward_s + own.backward_s
+    (last_s,) = slowest([own_s], _device(call))
+    return LayerSeconds(forward_s=own.forward_s * last_s / own_s, backward_s=own.backward_s * last_s / own_s)
 
 
 def _weight(call: LayerCall) -> Tensor:

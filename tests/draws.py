@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from autopar.axes import divisors
-from autopar.cluster import ClusterSpec
+from autopar.cluster import ClusterSpec, UpdateCost, ZeroCost
 from autopar.measured import (
     COLLECTIVES,
     ClusterFile,
@@ -29,6 +29,9 @@ names = st.text("abcdefghijklmnopqrstuvwxyz_.0123456789", min_size=1, max_size=1
 counts = st.integers(0, 1 << 40)
 seconds = st.floats(1e-9, 1e5, allow_nan=False)
 lines = st.builds(Line, fixed=st.floats(0, 1e12), per_sample=st.floats(0, 1e12))
+updates = st.builds(
+    UpdateCost, optimizer=st.just("adamw"), sharded=st.booleans(), tensor_s=st.floats(0, 1), byte_s=st.floats(0, 1)
+)
 provenances = st.builds(
     Provenance, machine=words, date=words, command=words, versions=st.dictionaries(names, words, max_size=3)
 )
@@ -153,6 +156,8 @@ def cluster_files(draw: st.DrawFn) -> ClusterFile:
             world_size=nodes * ranks_per_node,
             ranks_per_node=ranks_per_node,
             memory_bytes=draw(st.integers(1, 1 << 50)),
+            updates=draw(st.lists(updates, max_size=2).map(tuple)),
+            zero=draw(st.none() | st.builds(ZeroCost, call_s=st.floats(0, 1), byte_s=st.floats(0, 1))),
             compute_speedup=tuple(draw(st.floats(0.1, 10)) for _ in range(ranks_per_node * draw(st.integers(0, 1)))),
         ),
         links=LinkProfile(curves=tuple(curves), overlap_slowdown=draw(st.floats(1, 4))),

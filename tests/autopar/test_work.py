@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.axes import Layout, RankMesh
+from autopar.cluster import ClusterSpec, UpdateCost, ZeroCost
 from autopar.measured import LayerCost
 from autopar.strategy import Strategy
 from autopar.work import (
@@ -33,13 +34,15 @@ def _cost(tp: int = 1, norms: bool = False) -> LayerCost:
     return replace(cost, parameter_bytes=SIZE, trainable_bytes=SIZE)
 
 
-def _work(short: str, samples: float = 4) -> Work:
+def _work(
+    short: str, samples: float = 4, *, cost: LayerCost | None = None, cluster: ClusterSpec = FILE.cluster
+) -> Work:
     strategy = Strategy.parse(short)
     return layer_work(
-        _cost(strategy.tp, strategy.sequence_norms),
+        cost or _cost(strategy.tp, strategy.sequence_norms),
         strategy,
         mesh=MESH,
-        cluster=FILE.cluster,
+        cluster=cluster,
         links=FILE.links,
         samples=samples,
         optimizer="adamw",
@@ -68,6 +71,28 @@ def test_optimizer_time_is_cut_by_zero_only() -> None:
     whole = SIZE * ASSUMED_OPTIMIZER_ACCESSES["adamw"] / ASSUMED_OPTIMIZER_BYTES_PER_S["cpu"]
     assert _work("dp4").optimizer_s == pytest.approx(whole)
     assert _work("dp4-z3").optimizer_s == pytest.approx(whole / 4)
+
+
+def test_a_measured_end_of_a_step_counts_tensors_and_bytes() -> None:
+    costs = [
+        UpdateCost(optimizer="adamw", sharded=sharded, tensor_s=tensor_s, byte_s=2e-9)
+        for sharded, tensor_s in ((False, 1e-3), (True, 5e-3))
+    ]
+    cluster = replace(FILE.cluster, updates=tuple(costs))
+    cost = replace(_cost(), trainable_tensors=9)
+    assert _work("dp4", cost=cost, cluster=cluster).optimizer_s == pytest.approx(9e-3 + SIZE * 2e-9)
+    assert _work("dp4-z1", cost=cost, cluster=cluster).optimizer_s == pytest.approx(9e-3 + SIZE / 4 * 2e-9)
+    assert _work("dp4-z3", cost=cost, cluster=cluster).optimizer_s == pytest.approx(45e-3 + SIZE / 4 * 2e-9)
+
+
+def test_each_gather_and_scatter_of_zero_costs_more_than_its_collective() -> None:
+    cluster = replace(FILE.cluster, zero=ZeroCost(call_s=1e-3, byte_s=1e-9))
+    beside_s = 1e-3 + SIZE * 1e-9
+    for short, backward in (("dp4-z2", 1), ("dp4-z3", 2)):
+        plain, work = _work(short), _work(short, cluster=cluster)
+        assert work.zero_forward_s == pytest.approx(plain.zero_forward_s + beside_s)
+        assert work.zero_backward_s == pytest.approx(plain.zero_backward_s + backward * beside_s)
+    assert _work("dp4-z1", cluster=cluster) == _work("dp4-z1")
 
 
 def test_recompute_adds_a_forward_with_its_collectives() -> None:

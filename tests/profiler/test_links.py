@@ -144,7 +144,12 @@ def test_a_profile_of_this_machine(nproc: int, tmp_path: Path) -> None:
     assert len(file.cluster.compute_speedup) == nproc
     assert file.cluster.compute_speedup[-1] == 1.0
     assert all(0.2 < speed < 10 * nproc for speed in file.cluster.compute_speedup)
-    assert file.links.overlap_origin == "assumed"
+    assert [(u.optimizer, u.sharded) for u in file.cluster.updates] == [("adamw", False), ("adamw", True)]
+    assert all(0 < u.tensor_s < 0.1 and 0 < u.byte_s < 1e-6 for u in file.cluster.updates)
+    assert file.cluster.zero is not None
+    assert file.cluster.zero.at(1 << 20) < 1
+    assert file.links.overlap_origin == "measured"
+    assert 1 <= file.links.overlap_slowdown <= 2
     assert file.provenance.command == "the command"
     assert "torch" in file.provenance.versions
     events = [e for e in events if "note" not in e]
