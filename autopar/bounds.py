@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopar.memory import OPTIMIZER_COPIES, OPTIMIZER_TEMPORARIES, Unit
-from autopar.request import Optimizer
+from autopar.memory import OPTIMIZER_TEMPORARIES, Unit
+from autopar.request import OPTIMIZER_COPIES, Optimizer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from autopar.axes import RankMesh, divisors
 from autopar.model import LayerKind, Role
-from autopar.request import Schedule
+from autopar.request import OFFLOADED, Optimizer, Schedule
 from autopar.schedules import SPLIT_BACKWARD, why_stages_illegal
 from autopar.strategy import Strategy
 
@@ -133,6 +133,13 @@ def why_schedule_not_runnable(schedule: Schedule, dtype: str = "float32") -> str
             f"{schedule} does not run in bfloat16 yet: torch adds up the gradients of its split backwards in it, "
             "not in float32 as everywhere else"
         )
+    return None
+
+
+def why_optimizer_not_runnable(optimizer: Optimizer) -> str | None:
+    """Why the runtime of this version cannot run an optimizer."""
+    if optimizer in OFFLOADED.values():
+        return f"{optimizer}: the states of an optimizer do not leave the device yet"
     return None
 
 

@@ -24,14 +24,12 @@ from math import ceil
 from autopar.measured import LayerCost
 from autopar.orders import Action, Kind
 from autopar.plan import RankMemory
-from autopar.request import Optimizer
+from autopar.request import OPTIMIZER_COPIES, Optimizer
 from autopar.strategy import Strategy
 
-OPTIMIZER_COPIES = {"adamw": 2, "sgd": 0, "sgd-momentum": 1}
-"""States of the optimizer in copies of the trained parameters (AdamW: both moments)."""
-
-OPTIMIZER_TEMPORARIES = {"adamw": 2, "sgd": 1, "sgd-momentum": 1}
-"""Temporaries of the optimizer step in copies of its largest parameter (torch's loop over single tensors)."""
+OPTIMIZER_TEMPORARIES = {"adamw": 2, "sgd": 1, "sgd-momentum": 1, "adamw-offloaded": 4, "sgd-momentum-offloaded": 2}
+"""Temporaries of the optimizer step in copies of its largest parameter (torch's loop over single tensors); states that
+are offloaded come and go parameter by parameter, and count here."""
 
 PARTS = ("parameters", "gradients", "optimizer", "unsharded", "communication", "activations", "transient")
 

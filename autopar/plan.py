@@ -17,6 +17,7 @@ from autopar.legality import (
     why_batch_illegal,
     why_illegal,
     why_not_runnable,
+    why_optimizer_not_runnable,
     why_schedule_illegal,
     why_schedule_not_runnable,
     why_sharding_illegal,
@@ -196,7 +197,8 @@ class Plan:
                 found.setdefault(reason, []).append(name)
         parts = [f"{reason} (layers {', '.join(names)})" for reason, names in found.items()]
         schedule = why_schedule_not_runnable(self.schedule, self.request.dtype) if self.pp > 1 else None
-        return (*((schedule,) if schedule else ()), *parts)
+        whole = (schedule, why_optimizer_not_runnable(self.request.optimizer))
+        return (*(reason for reason in whole if reason), *parts)
 
     def check_runnable(self) -> None:
         """Return when the runtime of this version has all parts of the plan; otherwise InputError that names them."""

@@ -43,7 +43,7 @@ def polish(
     current = layers_per_stage, strategies
     best_ns = score(tables, *current).objective_ns
     while not halted():
-        better = sorted(_better_singles(tables, *current, best_ns))
+        better = list(_better_singles(tables, *current, best_ns, asked))
         better += [
             (objective_ns, choice)
             for choice in neighbours(tables, *current)
@@ -64,9 +64,12 @@ def polish(
 
 
 def _better_singles(
-    tables: CostTables, layers_per_stage: Cuts, strategies: Columns, best_ns: int
+    tables: CostTables, layers_per_stage: Cuts, strategies: Columns, best_ns: int, most: int
 ) -> Iterator[tuple[int, tuple[Cuts, Columns]]]:
-    """The choices below best_ns that differ in one layer, tied ends left out, with their objectives."""
+    """The `most` best choices below best_ns that differ in one layer, and those as good; with their objectives.
+
+    Tied ends are left out.
+    """
     chosen, stage = np.array(strategies), np.repeat(np.arange(tables.stages), layers_per_stage)
     units = len(chosen)
     feasible = tables.feasible.copy()
@@ -94,6 +97,9 @@ def _better_singles(
     objective = stage_ns.sum() + time + (tables.micro_batches - 1) * np.maximum(others[stage][:, None], changed)
     wanted = feasible & (objective < best_ns)
     wanted &= _may_fit(tables, stage, chosen)
+    better = objective[wanted]
+    if better.size > most:
+        wanted &= objective <= np.partition(better, most - 1)[most - 1]
     for layer, s in np.argwhere(wanted):
         yield (
             int(objective[layer, s]),

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from time import monotonic
 
 from autopar.errors import InfeasibleError, InputError, RunError
 from autopar.measured import ClusterFile, LayerCost, Line, ModelFile
 from autopar.plan import Plan
-from autopar.request import Forbid, Pin, Request
+from autopar.request import OFFLOADED, Forbid, Pin, Request
 from autopar.searching import Progress, SearchResult, search_files
 from autopar.solvers.conflict import irreducible
+from autopar.solvers.pipeline import halting
 from autopar.units import KIB, MIB, format_bytes, format_seconds
+from autopar.work import ASSUMED_HOST_BYTES_PER_S
 
 Asked = tuple[ModelFile, ClusterFile, Request]
 Demand = tuple[str, Pin | Forbid | tuple[int, ...]]
@@ -57,11 +58,7 @@ def search_or_explain(
             model_file, cluster_file, request, progress=progress, deadline=deadline, stop=stop, verify=verify
         )
     except InfeasibleError as error:
-
-        def halted() -> bool:
-            return (deadline is not None and monotonic() >= deadline) or (stop is not None and stop())
-
-        raise explained(error, model_file, cluster_file, request, stop=halted) from None
+        raise explained(error, model_file, cluster_file, request, stop=halting(deadline, stop)) from None
 
 
 def explained(
@@ -130,6 +127,12 @@ def relaxations(
         if plan is not None and len({name for name, _ in demands}) > 1:
             yield Relaxation(change="without any of these options", plan=plan, note=_difference(request, plan))
     cluster = cluster_file.cluster
+    offloaded = OFFLOADED.get(request.optimizer)
+    if offloaded is not None and cluster.device == "cuda":
+        gb_per_s = ASSUMED_HOST_BYTES_PER_S[cluster.device] / 1e9
+        note = f"does not run yet; assumed: {gb_per_s:.0f} GB/s between a rank and its host"
+        asked = (model_file, cluster_file, replace(request, optimizer=offloaded))
+        yield from _tried("optimizer states in host memory", asked, stop, note)
 
     def more_ranks() -> Iterator[Relaxation]:
         for factor in (2, 4, 8, 16):

@@ -12,7 +12,6 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from time import monotonic
 
 import autopar
 from autopar.cuts import CutTables, check_files, cut_tables, legal_cuts
@@ -24,7 +23,7 @@ from autopar.predict import Units, predict, stage_memory
 from autopar.price import INFEASIBLE, CostTables, OutOfRange, score
 from autopar.request import Request, Schedule
 from autopar.solvers.lean import leanest_of
-from autopar.solvers.pipeline import TableChoice, solve_pipeline, solve_table
+from autopar.solvers.pipeline import TableChoice, halting, solve_pipeline, solve_table
 from autopar.solvers.quick import quick_bound
 from autopar.tables import Memory
 from autopar.units import KIB, MIB, format_bytes
@@ -91,9 +90,7 @@ def search_files(
             fix="change the global batch, the number of stages or the number of micro-batches",
         )
 
-    def halted() -> bool:
-        return (deadline is not None and monotonic() >= deadline) or (stop is not None and stop())
-
+    halted = halting(deadline, stop)
     made, reasons = cut_tables(
         model_file, cluster_file, request, legal, lambda done, total: tell("tables", done, total), halted
     )

@@ -9,7 +9,7 @@ from autopar.axes import Layout, RankMesh
 from autopar.cluster import ClusterSpec
 from autopar.comm import boundary_shape, seconds, shape_of
 from autopar.measured import Collective, LayerCost, LinkProfile, Origin, weakest
-from autopar.request import Optimizer
+from autopar.request import OFFLOADED, OPTIMIZER_COPIES, Optimizer
 from autopar.strategy import Strategy
 
 ASSUMED_OPTIMIZER_BYTES_PER_S = {"cpu": 4e9, "cuda": 1e12}
@@ -17,6 +17,9 @@ ASSUMED_OPTIMIZER_BYTES_PER_S = {"cpu": 4e9, "cuda": 1e12}
 
 ASSUMED_OPTIMIZER_ACCESSES = {"adamw": 16, "sgd": 3, "sgd-momentum": 8}
 """Assumed: reads and writes of each trained element by one step, torch's unfused loop (AdamW: seven passes)."""
+
+ASSUMED_HOST_BYTES_PER_S = {"cpu": 4e9, "cuda": 20e9}
+"""Assumed: what one rank moves from or to host memory, one way at a time (PCIe 4 x16; a copy in memory for a CPU)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +115,8 @@ def layer_work(
             zero_backward_s = exposed_s(again_s + reduce_s, backward_s, links)
     elif replicas:
         sync_s = over(replicas, "all_reduce", gradient_bytes)
+    if optimizer in OFFLOADED.values():
+        origins.append("assumed")
 
     return Work(
         forward_s=forward.seconds,
@@ -133,6 +138,12 @@ def layer_work(
 def _optimizer_s(cost: LayerCost, strategy: Strategy, cluster: ClusterSpec, optimizer: Optimizer) -> float:
     """Seconds of scaling, clipping and stepping one layer's share; assumed where the cluster does not say."""
     held_bytes = cost.trainable_bytes / strategy.state_shards
+    for name, offloaded in OFFLOADED.items():
+        if optimizer == offloaded:
+            # The states come for the step and go back, beside nothing.
+            moved_bytes = 2 * OPTIMIZER_COPIES[name] * held_bytes
+            at_home_s = _optimizer_s(cost, strategy, cluster, name)
+            return at_home_s + moved_bytes / ASSUMED_HOST_BYTES_PER_S[cluster.device]
     for update in cluster.updates:
         if (update.optimizer, update.sharded) == (optimizer, strategy.zero >= 2):
             return cost.trainable_tensors * update.tensor_s + held_bytes * update.byte_s

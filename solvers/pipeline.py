@@ -41,6 +41,11 @@ class TableChoice:
         return self.score.objective_ns
 
 
+def halting(deadline: float | None, stop: Callable[[], bool] | None) -> Callable[[], bool]:
+    """What says whether to stop: after the deadline, a moment of `time.monotonic()`, or when `stop` says so."""
+    return lambda: (deadline is not None and clock.monotonic() >= deadline) or (stop is not None and stop())
+
+
 def solve_table(tables: CostTables, *, upper_bound_ns: int | None = None, engine: Engine = "numpy") -> Choice:
     """The choice of least objective that fits in one table; only objectives <= upper_bound_ns count.
 
@@ -74,9 +79,7 @@ def solve_pipeline(
     if shortlist < 1:
         raise ValueError(f"shortlist must be >= 1, is {shortlist}")
 
-    def halted() -> bool:
-        return (deadline is not None and clock.monotonic() >= deadline) or (stop is not None and stop())
-
+    halted = halting(deadline, stop)
     queue = [(quick_bound(one), place) for place, one in enumerate(tables)]
     queue = [entry for entry in queue if entry[0] < INFEASIBLE]
     heapq.heapify(queue)

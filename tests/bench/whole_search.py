@@ -4,18 +4,21 @@
 command on each and prints one line a case. The layer times are those of an A100 at half efficiency; they are shaped
 like real ones, nobody should plan with them. The limits are those of the project: 1 s for 7B on 8 GPUs, 3 s for 405B
 on 512 and 128 layers on 1024, 500 MiB.
+
+`--growth` prints instead how seconds of the processor, memory and gap grow with layers and GPUs.
 """
 
 from __future__ import annotations
 
 import os
-import resource
+import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 from autopar.axes import RankMesh, divisors
@@ -35,7 +38,8 @@ from autopar.measured import (
     TensorParallelCall,
 )
 from autopar.model import LayerKind, ModelSpec, Parameter
-from autopar.units import GIB, MIB
+from autopar.plan import Certificate, Plan
+from autopar.units import GIB, KIB, MIB
 
 NODE = 8
 FLOPS = 156e12
@@ -210,29 +214,92 @@ def write(case: Case, folder: Path) -> list[str]:
     return command
 
 
-def main(runs: int = 3) -> None:
-    """Print seconds (median), peak memory and the limit of every case."""
+def machine() -> str:
+    """The processor and the interpreter."""
+    model = platform.processor() or platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        pass
+    return f"{os.cpu_count()} cores of {model}, Python {platform.python_version()}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ran:
+    """What one process took, and what it found: the certificate of its plan, None when it wrote none."""
+
+    seconds: float
+    cpu_s: float
+    peak_bytes: int
+    certificate: Certificate | None
+
+
+def run(case: Case, *options: str) -> Ran:
+    """One search in a process of its own."""
     root = str(Path(__file__).parent.parent.parent)
     env = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
-    wanted = sys.argv[1:]
+    with tempfile.TemporaryDirectory() as name:
+        command = [*write(case, Path(name)), *options]
+        started = time.monotonic()
+        process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        _, status, used = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        plan = Path(name) / "plan.json"
+        return Ran(
+            seconds=time.monotonic() - started,
+            cpu_s=used.ru_utime + used.ru_stime,
+            peak_bytes=used.ru_maxrss * KIB,
+            certificate=Plan.load(plan).certificate if plan.exists() else None,
+        )
+
+
+def cases(wanted: list[str], runs: int = 3) -> None:
+    """Print seconds (medians), peak memory and the limit of every case."""
     print(f"{'case':24} {'seconds':>8} {'cpu s':>8} {'limit':>6} {'peak MiB':>9}")
     for case in CASES:
         if wanted and not any(word in case.name for word in wanted):
             continue
-        with tempfile.TemporaryDirectory() as name:
-            command = write(case, Path(name))
-            wall, cpu, peak = [], [], 0
-            for _ in range(runs):
-                started, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
-                subprocess.run(command, env=env, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-                after = resource.getrusage(resource.RUSAGE_CHILDREN)
-                wall.append(time.monotonic() - started)
-                cpu.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-                peak = max(peak, after.ru_maxrss)
-            limit = "-" if case.limit_s is None else f"{case.limit_s:.1f}"
-            peak_mib = peak * 1024 / MIB
-            seconds = f"{statistics.median(wall):8.2f} {statistics.median(cpu):8.2f}"
-            print(f"{case.name:24} {seconds} {limit:>6} {peak_mib:9.0f}")
+        ran = [run(case) for _ in range(runs)]
+        limit = "-" if case.limit_s is None else f"{case.limit_s:.1f}"
+        wall, cpu = (statistics.median(getattr(one, name) for one in ran) for name in ("seconds", "cpu_s"))
+        peak_mib = max(one.peak_bytes for one in ran) / MIB
+        print(f"{case.name:24} {wall:8.2f} {cpu:8.2f} {limit:>6} {peak_mib:9.0f}", flush=True)
+
+
+def growth(wanted: list[str]) -> None:
+    """Print seconds of the processor, MiB and gap of one search each, for layers like those of a 7B model.
+
+    8 samples a GPU; the budget is 0.75 GiB a layer for 8 GPUs, as much less as there are more, and at least 24 GiB.
+    """
+    devices = (8, 64, 512, 4096, 16384)
+    print("| layers | " + " | ".join(f"{count} GPUs" for count in devices) + " |")
+    print("|---" * (1 + len(devices)) + "|")
+    for blocks in (32, 64, 128, 256, 512, 1024):
+        if wanted and str(blocks) not in wanted:
+            continue
+        cells = []
+        for count in devices:
+            case = Case(
+                name=f"{blocks} layers, {count} GPUs", blocks=blocks, hidden=4096, inner=11008, vocabulary=32000,
+                sequence=4096, devices=count, global_batch=8 * count, memory=f"{max(24, 6 * blocks // count)}GiB",
+            )  # fmt: skip
+            ran = run(case, "--time-limit", "300")
+            found = "no plan"
+            if ran.certificate is not None:
+                gap = 1 - ran.certificate.lower_bound_ns / ran.certificate.objective_ns
+                found = "optimal" if ran.certificate.status == "optimal" else f"gap {100 * gap:.2g} %"
+            cells.append(f"{ran.cpu_s:.1f} s, {ran.peak_bytes / MIB:.0f} MiB, {found}")
+        print(f"| {blocks} | {' | '.join(cells)} |", flush=True)
+
+
+def main() -> None:
+    """Print the machine and one of the two tables."""
+    load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
+    print(f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {machine()}, load {load}")
+    wanted = [word for word in sys.argv[1:] if word != "--growth"]
+    (growth if "--growth" in sys.argv else cases)(wanted)
+    print(f"load at the end {os.getloadavg()[0]:.1f}")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,51 @@
+"""What would make a request fit: each way out is a search, and says what it assumes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import islice
+
+import pytest
+
+from autopar.errors import InfeasibleError, InputError
+from autopar.plan import Plan, Prediction
+from autopar.predict import predict
+from autopar.relaxing import relaxations
+from autopar.request import Request
+from autopar.searching import search_files
+from autopar.units import GIB
+from autopar.work import ASSUMED_HOST_BYTES_PER_S
+from tests.bench import whole_search
+
+
+def _predicted(plan: object) -> Prediction:
+    assert isinstance(plan, Plan)
+    assert plan.predicted is not None
+    return plan.predicted
+
+
+def test_states_in_host_memory_are_one_of_the_ways_out() -> None:
+    case = replace(whole_search.CASES[0], blocks=4, devices=2, global_batch=2, vocabulary=4000, tied=False)
+    files = whole_search.model_file(case), whole_search.cluster_file(case.devices)
+    request = Request(
+        global_batch=2, sequence=case.sequence, dtype="bfloat16", memory_bytes=GIB, pp=(1,), num_micro_batches=(1,)
+    )
+    with pytest.raises(InfeasibleError) as caught:
+        search_files(*files, request)
+    found = {one.change: one for one in islice(relaxations(caught.value, *files, request), 5)}
+    way = found["optimizer states in host memory"]
+    assert way.fits
+    assert "assumed" in str(way)
+    assert "20 GB/s" in str(way)
+    there = _predicted(way.plan)
+    assert there.memory[there.worst_rank].parts_bytes["optimizer"] == 0
+    assert there.origin == "assumed"
+    # The same plan with its states at home: what they hold, and what their way there and back adds to the step.
+    home = replace(way.plan, request=request)
+    here = predict(home, files[0].model, files[0].layers, files[1].cluster, files[1].links)
+    states = here.memory[here.worst_rank].parts_bytes["optimizer"]
+    assert states > 0
+    assert there.step_s - here.step_s == pytest.approx(2 * states / ASSUMED_HOST_BYTES_PER_S["cuda"], rel=1e-6)
+    with pytest.raises(InputError, match="do not run yet"):
+        way.plan.check_runnable()
+    assert "do not leave the device yet" in " ".join(way.plan.not_runnable)
