@@ -41,7 +41,7 @@ Nproc = Annotated[int | None, typer.Option(min=1, max=256, help="How many local 
 Device = Annotated[Literal["cpu", "cuda"] | None, typer.Option(help="Where (default: cuda where there is one).")]
 Seq = Annotated[int | None, typer.Option("--seq", min=1, max=1 << 24, help="Tokens of one sample.")]
 Optimizer = Literal["adamw", "sgd", "sgd-momentum"]
-Dtype = Annotated[str, typer.Option(help="fp32, bf16, ...")]
+Dtype = Annotated[str | None, typer.Option(help="fp32 (default), bf16 (with --for), ...")]
 Steps = Annotated[int, typer.Option(min=1, max=1_000_000, help="How many optimizer steps.")]
 Text = Annotated[Path | None, typer.Option(help="Text to train on (default: Python's own help topics).")]
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan.json.")]
@@ -91,10 +91,13 @@ def profile_model(
     ],
     output: Out = Path("model.json"),
     seq: Annotated[int, typer.Option("--seq", min=1, max=1 << 24, help="Tokens of one sample.")] = 2048,
-    dtype: Dtype = "fp32",
+    dtype: Dtype = None,
     set_: Annotated[list[str] | None, typer.Option("--set", metavar="K=V", help="A setting of MODEL.")] = None,
     device: Device = None,
     nproc: Nproc = None,
+    for_: Annotated[
+        str | None, typer.Option("--for", metavar="NAME", help="A shipped device (h100-80g): trace here, run nothing.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Measure the layers of MODEL: time, parameters, activations, and which tensor-parallel degrees they allow."""
@@ -104,27 +107,31 @@ def profile_model(
     from autopar.profiler.models import profile_model as measure
     from autopar.report import model_table
     from autopar.runtime.source import canonical_source
+    from autopar.shipped import device_named
     from autopar.units import dtype_name
 
-    source, name = canonical_source(model, overrides), dtype_name(dtype)
-    where = device or default_device()
+    source, name = canonical_source(model, overrides), dtype_name(dtype or ("fp32" if for_ is None else "bf16"))
     with step("profile model") as report:
-        found = measure(
-            source,
-            sequence=seq,
-            dtype=name,
-            device=where,
-            nproc=nproc or default_nproc(where),
-            progress=report,
-        )
+        if for_ is not None:
+            from autopar.profiler.counted import count_model
+
+            target = device_named(for_)
+            found = count_model(source, target, sequence=seq, dtype=name, max_tp=nproc or 8, progress=report)
+        else:
+            where = device or default_device()
+            found = measure(
+                source, sequence=seq, dtype=name, device=where, nproc=nproc or default_nproc(where), progress=report
+            )
     found.save(output)
     _answer(found.dumps() if json else _shown(model_table(found)))
 
 
 @app.command()
 def search(
-    model: Annotated[Path, typer.Option(help="A model.json of `profile model`.")],
-    cluster: Annotated[Path, typer.Option(help="A cluster.json of `profile cluster`.")],
+    model: Annotated[str, typer.Option(help="A model.json of `profile model`, or a shipped name (llama2-7b).")],
+    cluster: Annotated[
+        str, typer.Option(help="A cluster.json of `profile cluster`, or a shipped name (h100-80g:8x8).")
+    ],
     global_batch: Annotated[int, typer.Option(min=1, max=1 << 30, help="Samples of one step over all ranks.")],
     memory: Annotated[str | None, typer.Option(help="Budget of one rank, e.g. 24GiB (default: all it has).")] = None,
     seq: Seq = None,

@@ -49,6 +49,20 @@ def _check_seconds(value: object, *fields: str) -> None:
             raise ValueError(f"{type(value).__name__}.{field} must not be negative, is {getattr(value, field)}")
 
 
+CUDA_CONTEXT_BYTES = 1 << 30
+"""Assumed: what the CUDA context and the buffers of NCCL take on a GPU before the first tensor."""
+
+ALLOCATOR_MARGIN = 1.06
+"""Assumed: what torch's CUDA allocator reserves, over what lives in it (design: cost model, section 5)."""
+
+
+def usable_bytes(device: Literal["cpu", "cuda"], memory_bytes: int) -> int:
+    """Bytes of live tensors that a rank with this memory can hold: on a GPU less its context, and the margin."""
+    if device == "cpu":
+        return memory_bytes
+    return max(1, int((memory_bytes - CUDA_CONTEXT_BYTES) / ALLOCATOR_MARGIN))
+
+
 @dataclass(frozen=True, kw_only=True)
 class ClusterSpec:
     """`world_size` equal ranks, `ranks_per_node` on each node.
@@ -84,3 +98,8 @@ class ClusterSpec:
             raise ValueError("ClusterSpec.compute_speedup needs one entry for each rank of a node, or none")
         if any(not 0 < speed <= 1000 for speed in self.compute_speedup):
             raise ValueError(f"ClusterSpec.compute_speedup must lie between 0 and 1000, not {self.compute_speedup}")
+
+    @property
+    def usable_bytes(self) -> int:
+        """Bytes of live tensors that one rank can hold: the budget where none is given."""
+        return usable_bytes(self.device, self.memory_bytes)

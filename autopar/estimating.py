@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from autopar import shipped
+from autopar.elsewhere import on_device
 from autopar.errors import InputError
 from autopar.measured import ClusterFile, ModelFile
 from autopar.plan import Plan, PlanCluster, PlanModel
@@ -12,6 +13,9 @@ from autopar.predict import predict
 from autopar.request import Request, Schedule
 from autopar.schedules import why_stages_illegal
 from autopar.strategy import Recompute, Strategy
+
+DEFAULT_SEQUENCE = 2048
+"""Tokens a sample of a shipped model, where nothing else is asked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,22 +36,26 @@ class Degrees:
     stages_per_rank: int | None = None
 
 
-def files(model: str, cluster: str, *, sequence: int) -> tuple[ModelFile, ClusterFile]:
+def files(model: str, cluster: str, *, sequence: int | None = None) -> tuple[ModelFile, ClusterFile]:
     """The model and the cluster: `.json` files, or shipped names; InputError for anything else.
 
-    A shipped model takes its seconds from the device of a shipped cluster, so the one needs the other.
+    On a shipped cluster the layers have the seconds of its device, whatever the file says: those of the machine where
+    it was profiled are none there.
     """
     if model.endswith(".json"):
-        clusters = ClusterFile.load(cluster) if cluster.endswith(".json") else shipped.cluster(cluster)[0]
-        return ModelFile.load(model), clusters
+        found = ModelFile.load(model)
+        if cluster.endswith(".json"):
+            return found, ClusterFile.load(cluster)
+        machine, device = shipped.cluster(cluster)
+        return on_device(found, device), machine
     if cluster.endswith(".json"):
         raise InputError(
             f"{model} has no seconds on {cluster}",
             why="a shipped model is priced by the figures of a shipped device",
             fix="profile the model on that machine (`autopar profile model`), or name a shipped cluster",
         )
-    found, device = shipped.cluster(cluster)
-    return shipped.model(model, device, sequence=sequence), found
+    machine, device = shipped.cluster(cluster)
+    return shipped.model(model, device, sequence=sequence or DEFAULT_SEQUENCE), machine
 
 
 def uniform(
@@ -121,7 +129,7 @@ def uniform(
 
 
 def priced(plan: Plan, model: ModelFile, cluster: ClusterFile) -> Plan:
-    """The plan with its prediction; the numbers of shipped devices are fitted, not measured."""
+    """The plan with its prediction."""
     plan.check(model.model, unrunnable=True)
     spec = cluster.cluster
     if (plan.cluster.world_size, plan.cluster.ranks_per_node) != (spec.world_size, spec.ranks_per_node):
@@ -131,6 +139,4 @@ def priced(plan: Plan, model: ModelFile, cluster: ClusterFile) -> Plan:
             fix="name the plan's cluster, or search again",
         )
     predicted = predict(plan, model.model, model.layers, spec, cluster.links)
-    if spec.name.partition(":")[0] in shipped.devices():
-        predicted = replace(predicted, origin="fitted")
     return replace(plan, predicted=predicted)

@@ -55,7 +55,7 @@ def frontier(
     that says optimal, within its gap elsewhere (near the leanest plan). When stopped, what was found so far.
     Raises InfeasibleError when nothing fits the budget of the request.
     """
-    budget_bytes = request.memory_bytes or cluster_file.cluster.memory_bytes
+    budget_bytes = request.memory_bytes or cluster_file.cluster.usable_bytes
     result = search_files(model_file, cluster_file, replace(request, memory_bytes=budget_bytes), stop=stop)
     found, complete, seen = [result.plan], False, list(result.finalists)
     while not (stop is not None and stop()):
@@ -114,7 +114,7 @@ def what_if(
         best = search_files(*changed, stop=stop).plan
     except InfeasibleError:
         best = None
-    budget_bytes = new_request.memory_bytes or new_cluster.cluster.memory_bytes
+    budget_bytes = new_request.memory_bytes or new_cluster.cluster.usable_bytes
     return WhatIf(change=change.strip(), now=now, then=then, fits=peak_bytes(then) <= budget_bytes, best=best)
 
 
@@ -150,7 +150,7 @@ def changed_conditions(
             )
             model_file = replace(model_file, layers=replace(layers, costs=costs))
         else:
-            size = request.memory_bytes or cluster_file.cluster.memory_bytes
+            size = request.memory_bytes or cluster_file.cluster.usable_bytes
             size = round(size * factor) if factor else size + int(f"{match[3]}1") * parse_bytes(match[4])
             if size < 1:
                 raise InputError(

@@ -11,6 +11,7 @@ from itertools import accumulate
 from typing import Any, Literal, cast
 
 from autopar.axes import RankMesh
+from autopar.cluster import usable_bytes
 from autopar.errors import InputError
 from autopar.formats import dumps, from_plain, read_file, read_text, to_plain, write_file
 from autopar.legality import (
@@ -55,6 +56,11 @@ class PlanCluster:
         for field, limit in (("world_size", 1 << 20), ("ranks_per_node", 1 << 20), ("memory_bytes", 1 << 60)):
             if not 1 <= getattr(self, field) <= limit:
                 raise ValueError(f"PlanCluster.{field} must lie between 1 and {limit}, not {getattr(self, field)}")
+
+    @property
+    def usable_bytes(self) -> int:
+        """As of ClusterSpec."""
+        return usable_bytes(self.device, self.memory_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,11 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from autopar.errors import InputError
+from autopar.estimating import files
 from autopar.formats import read_kind
 from autopar.measured import MODEL_KIND, ClusterFile, ModelFile
 from autopar.plan import Plan
 from autopar.relaxing import search_or_explain
 from autopar.request import Forbid, Pin, Request
+from autopar.shipped import devices
 from autopar.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -41,15 +43,24 @@ def search(
     """The fastest plan that fits.
 
     model: an nn.Module, a MODEL string, or what `profile model` measured (the value or its file); cluster: what
-    `profile cluster` measured, or "local", which measures this machine now; global_batch: samples of one step over all
-    ranks; sequence: tokens a sample (default: of the profile, of the example, or 2048); memory: budget of one rank in
-    bytes or as `24GiB`; pins: such as "0-3: dp4-z3"; forbids: such as "*: tp4"; max_strategies: at most so many
-    different ones over the blocks; allow_unrunnable: also what the runtime cannot run yet; example, loss: as in
-    `autopar.parallelize`, for an nn.Module.
+    `profile cluster` measured, "local", which measures this machine now, or a shipped one ("h100-80g:8x8", with a
+    shipped model or a file); global_batch: samples of one step over all ranks; sequence: tokens a sample (default: of
+    the profile, of the example, or 2048); memory: budget of one rank in bytes or as `24GiB`; pins: such as
+    "0-3: dp4-z3"; forbids: such as "*: tp4"; max_strategies: at most so many different ones over the blocks;
+    allow_unrunnable: also what cannot run yet; example, loss: as in `autopar.parallelize`, for an nn.Module.
     Raises InputError, InfeasibleError when nothing fits, RunError when a measurement fails.
     """
-    cluster_file = _cluster(cluster)
-    model_file = _model(model, cluster_file, sequence, example, loss)
+    if isinstance(cluster, str) and cluster.partition(":")[0] in devices():
+        if not isinstance(model, str | os.PathLike):
+            raise InputError(
+                f"{type(model).__name__} has no seconds on {cluster}",
+                why="a shipped cluster is planned for from a shipped model or a file of `profile model`",
+                fix=f"autopar profile model MODEL --for {cluster.partition(':')[0]}",
+            )
+        model_file, cluster_file = files(os.fspath(model), cluster, sequence=sequence)
+    else:
+        cluster_file = _cluster(cluster)
+        model_file = _model(model, cluster_file, sequence, example, loss)
     try:
         request = Request(
             global_batch=global_batch,

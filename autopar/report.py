@@ -102,7 +102,7 @@ def plan_facts(plan: Plan) -> str:
         f"sequence {request.sequence}, {request.dtype}, {request.optimizer}, "
         + (f"{plan.num_stages} stages{_on_ranks(plan)} ({plan.schedule})" if plan.pp > 1 else "no pipeline")
     ]
-    budget_bytes = request.memory_bytes or plan.cluster.memory_bytes
+    budget_bytes = request.memory_bytes or plan.cluster.usable_bytes
     if plan.predicted is not None:
         worst = plan.predicted.memory[plan.predicted.worst_rank]
         parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in worst.parts_bytes.items() if size)

@@ -114,9 +114,9 @@ class Request:
     """What the plan is for.
 
     global_batch: samples of one optimizer step over all ranks (a plan never changes it); sequence: tokens a sample;
-    memory_bytes: the budget of one rank, None for what the cluster has; pp: the allowed numbers of stages, empty for
-    all; num_micro_batches: likewise; pins and forbids: what layers must and must not take; max_strategies: at most so
-    many different ones over the blocks; tp_across_nodes: whether tensor parallelism may leave a node;
+    memory_bytes: the budget of one rank for live tensors, None for what the cluster can hold; pp: the allowed numbers
+    of stages, empty for all; num_micro_batches: likewise; pins and forbids: what layers must and must not take;
+    max_strategies: at most so many different ones over the blocks; tp_across_nodes: whether tp may leave a node;
     allow_unrunnable: whether the plan may have parts that the runtime of this version cannot run.
     Raises ValueError for numbers below one.
     """

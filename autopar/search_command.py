@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 from autopar.charts import frontier_csv, frontier_svg, frontier_table, what_if_table
 from autopar.errors import RunError
+from autopar.estimating import files
 from autopar.formats import write_file
 from autopar.frontier import changed_conditions, frontier, what_if
-from autopar.measured import ClusterFile, ModelFile
+from autopar.measured import ModelFile
 from autopar.relaxing import search_or_explain
 from autopar.report import plan_facts, plan_table
 from autopar.request import Forbid, Optimizer, Pin, Request
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
 class Options:
     """The options of the command, as typed."""
 
-    model: Path
-    cluster: Path
+    model: str
+    cluster: str
     output: Path
     global_batch: int
     memory: str | None = None
@@ -83,7 +84,7 @@ def search_command(
 
     Raises as `search_files`; KeyboardInterrupt when stopped before anything was found.
     """
-    model_file, cluster_file = ModelFile.load(options.model), ClusterFile.load(options.cluster)
+    model_file, cluster_file = files(options.model, options.cluster, sequence=options.seq)
     request = options.request(model_file)
     if options.what_if is not None:
         changed_conditions(model_file, cluster_file, request, options.what_if)

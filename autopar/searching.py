@@ -119,7 +119,7 @@ class _Pool:
 
     def __init__(self, *, model_file: ModelFile, cluster_file: ClusterFile, request: Request, made: CutTables) -> None:
         self.model_file, self.cluster_file, self.request, self.made = model_file, cluster_file, request, made
-        self.budget_bytes = request.memory_bytes or cluster_file.cluster.memory_bytes
+        self.budget_bytes = request.memory_bytes or cluster_file.cluster.usable_bytes
         self.found: dict[tuple[int, Cuts, Columns, Schedule], Finalist] = {}
         self.bounding: TableChoice | None = None
         self._units: Units = {}

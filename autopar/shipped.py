@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from importlib import resources
 from math import log2
@@ -115,6 +115,11 @@ def devices() -> dict[str, Device]:
     return {device.name: device for device in _read("devices", _Devices).devices}
 
 
+def device_named(name: str) -> Device:
+    """The shipped device of this name; InputError for an unknown one."""
+    return _find(devices(), name, "device")
+
+
 @lru_cache(maxsize=1)
 def architectures() -> dict[str, Named]:
     """All shipped models by name."""
@@ -164,9 +169,10 @@ def model(name: str, device: Device, *, sequence: int) -> ModelFile:
             f"{name} has no {sequence} positions", why=f"it has {arch.positions}", fix=f"--seq {arch.positions}"
         )
     plain = Architecture(**{f.name: getattr(arch, f.name) for f in fields(Architecture)})
+    layers = layer_profile(plain, machine(device), sequence=sequence, device_name=device.name)
     return ModelFile(
         model=model_spec(plain, dtype="bfloat16"),
-        layers=layer_profile(plain, machine(device), sequence=sequence, device_name=device.name),
+        layers=replace(layers, costs=tuple(replace(cost, origin="fitted") for cost in layers.costs)),
         provenance=_provenance(device),
     )
 

@@ -153,7 +153,7 @@ class Prices:
             exit_ns=moves_ns(known, boundary)[:, 0][layout],
             p2p_ns=_ns(2 * send_s(mesh, cluster, links, moved_bytes)),
             layout=layout,
-            budget_bytes=request.memory_bytes or cluster.memory_bytes,
+            budget_bytes=request.memory_bytes or cluster.usable_bytes,
             edge_bytes=ceil(moved_bytes / mesh.ranks_per_stage),
         )
 

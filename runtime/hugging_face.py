@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import importlib.util
 import inspect
 import json
 import os
@@ -39,7 +40,7 @@ def is_config_path(base: str) -> bool:
     return base.endswith(".json") or Path(base).is_dir()
 
 
-def build_hugging_face(base: str, overrides: dict[str, Any], dtype: torch.dtype) -> nn.Module:
+def build_hugging_face(base: str, overrides: dict[str, Any], dtype: torch.dtype, *, stored: bool = True) -> nn.Module:
     """The causal language model of a config class name, a folder with config.json or a config.json.
 
     Attention runs as `sdpa` where the architecture has it, without a key-value cache. The weights come from torch's
@@ -47,14 +48,14 @@ def build_hugging_face(base: str, overrides: dict[str, Any], dtype: torch.dtype)
     """
     with _quiet():
         config = _config(base, overrides)
-        return _build(base, overrides, config, dtype)
+        return _build(base, overrides, config, dtype, stored)
 
 
-def _build(base: str, overrides: dict[str, Any], config: Any, dtype: torch.dtype) -> nn.Module:
+def _build(base: str, overrides: dict[str, Any], config: Any, dtype: torch.dtype, stored: bool) -> nn.Module:
     auto = _attribute("AutoModelForCausalLM")
     config.use_cache = False
     try:
-        _check_size(auto, config, dtype)
+        _check_size(auto, config, dtype, stored)
         model = auto.from_config(config, dtype=dtype, attn_implementation=_attention(auto, config))
     except InputError:
         raise
@@ -78,12 +79,12 @@ def _attention(auto: Any, config: Any) -> str:
     return "sdpa"
 
 
-def _check_size(auto: Any, config: Any, dtype: torch.dtype) -> None:
+def _check_size(auto: Any, config: Any, dtype: torch.dtype, stored: bool) -> None:
     """Refuse a model larger than this machine's memory: building it would end the process without a word."""
     layers = getattr(config, "num_hidden_layers", 0)
     if isinstance(layers, int) and layers > _MOST_LAYERS:
         raise InputError(f"{layers} layers are absurd", why=f"at most {_MOST_LAYERS} are built", fix="check the sizes")
-    if torch.get_default_device().type != "cpu":
+    if torch.get_default_device().type != "cpu" or not stored:
         return
     with torch.device("meta"):
         size_bytes = sum(p.nbytes for p in auto.from_config(config, dtype=dtype).parameters())
@@ -94,6 +95,24 @@ def _check_size(auto: Any, config: Any, dtype: torch.dtype) -> None:
             why=f"this machine has {format_bytes(memory_bytes)}",
             fix="check the sizes, or take a smaller model",
         )
+
+
+@contextmanager
+def unpacked() -> Iterator[None]:
+    """While inside, models take every row of a batch for one sequence, without a look at its positions.
+
+    On fake tensors they cannot look, and make a mask of sequence^2 in case there are several, which no real run has.
+    """
+    if importlib.util.find_spec("transformers") is None:
+        yield
+        return
+    masks: Any = importlib.import_module("transformers.masking_utils")
+    find = masks.find_packed_sequence_indices
+    masks.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masks.find_packed_sequence_indices = find
 
 
 @contextmanager

@@ -56,12 +56,20 @@ def own_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> LossFunction:
     model.eval()
     shifted = not first_label_counts(model, batch)
     model.train(was_training)
+    return summed_loss(type(model).__name__, shifted=shifted)
+
+
+def summed_loss(name: str, *, shifted: bool) -> LossFunction:
+    """The mean loss that a model of this name returns times the number of its labels.
+
+    shifted: whether the first label of a sequence counts for nothing.
+    """
 
     def loss(output: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         mean = loss_of(output)
         if mean is None:
             raise InputError(
-                f"{type(model).__name__} returns no loss",
+                f"{name} returns no loss",
                 why="its output has no scalar `.loss`, `['loss']` or tuple element",
                 fix="put the labels into the batch, or give parallelize(..., loss=...) a function",
             )

@@ -21,10 +21,13 @@ from autopar.runtime.source import FORMS, parse_source
 from autopar.units import dtype_name
 
 
-def build_model(source: str, *, dtype: str = "float32", seed: int = 0, device: str = "cpu") -> nn.Module:
+def build_model(
+    source: str, *, dtype: str = "float32", seed: int = 0, device: str = "cpu", stored: bool = True
+) -> nn.Module:
     """The model of a MODEL string in training mode, its weights drawn from `seed` (equal in every process).
 
-    device "meta" gives shapes without storage. Raises InputError when the string names no model, the file, class or
+    device "meta" gives shapes without storage; stored: whether the weights need memory (fake tensors do not), so that
+    a model larger than the machine is refused. Raises InputError when the string names no model, the file, class or
     function does not exist, the function returns no nn.Module, or the config makes no model.
     """
     base, overrides = parse_source(source)
@@ -33,12 +36,32 @@ def build_model(source: str, *, dtype: str = "float32", seed: int = 0, device: s
     with torch.random.fork_rng(devices=devices), torch.device(device):
         torch.manual_seed(seed)
         if re.fullmatch(r"\w*Config", base, re.ASCII) or is_config_path(base):
-            model = build_hugging_face(base, overrides, kind)
+            model = build_hugging_face(base, overrides, kind, stored=stored)
         elif re.fullmatch(r".+:[A-Za-z_]\w*", base, re.DOTALL):
-            model = _call(base, overrides).to(kind)
+            model = _call(base, overrides)
+            model = model.to(kind) if stored else _cast(model, kind)
         else:
             raise _no_model(base)
     return model.train()
+
+
+def _cast(model: nn.Module, kind: torch.dtype) -> nn.Module:
+    """The model with its floating-point tensors in this dtype, shared ones still shared.
+
+    Module.to swaps tensors in place, which fake ones do not allow.
+    """
+    cast: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter.is_floating_point():
+                new = cast.setdefault(
+                    id(parameter), nn.Parameter(parameter.detach().to(kind), parameter.requires_grad)
+                )
+                setattr(module, name, new)
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            if buffer.is_floating_point():
+                setattr(module, name, buffer.to(kind))
+    return model
 
 
 def import_model(source: str) -> None:

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from autopar.runtime.fakes import FakeTensor
+
 
 @dataclass(frozen=True)
 class Team:
@@ -212,6 +214,8 @@ class ForkedRandom(nn.Module):
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """The operator's result."""
+        if isinstance(x, FakeTensor):  # nothing is drawn where there are no numbers
+            return self.target(x, *args, **kwargs)
         seed = int(torch.randint(2**62, ())) + self.place
         devices = [x.device] if x.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):

@@ -8,7 +8,9 @@ from functools import cached_property, lru_cache
 from math import prod
 from typing import Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from autopar.measured import TensorParallelCall
@@ -43,34 +45,37 @@ class DimLayout:
         sizes = [part.local_size(axis_sizes) for part in self.parts]
         return sum(sizes) if self.kind == "cat" else prod(sizes)
 
-    def index(self, axis_sizes: tuple[int, ...], coordinate: tuple[int, ...]) -> Tensor:
-        """The places, in the rank's own order, of the elements that it holds."""
+    def index(self, axis_sizes: tuple[int, ...], coordinate: tuple[int, ...]) -> NDArray[np.int64]:
+        """The places, in the rank's own order, of the elements that it holds.
+
+        An array of numpy, as no tensor keeps its values where models are traced with fake ones.
+        """
         if self.kind == "leaf":
             place = 0
             for i in self.axes:
                 place = place * axis_sizes[i] + coordinate[i]
             length = self.local_size(axis_sizes)
-            return torch.arange(place * length, (place + 1) * length)
+            return np.arange(place * length, (place + 1) * length)
         if self.kind == "cat":
             offsets = [sum(p.size for p in self.parts[:i]) for i in range(len(self.parts))]
             pairs = zip(self.parts, offsets, strict=True)
-            return torch.cat([part.index(axis_sizes, coordinate) + offset for part, offset in pairs])
-        index = torch.zeros(1, dtype=torch.long)
+            return np.concatenate([part.index(axis_sizes, coordinate) + offset for part, offset in pairs])
+        index = np.zeros(1, dtype=np.int64)
         for part in self.parts:
             index = (index[:, None] * part.size + part.index(axis_sizes, coordinate)[None]).flatten()
         return index
 
-    def held_by_all(self, axis: int, axis_sizes: tuple[int, ...]) -> Tensor:
+    def held_by_all(self, axis: int, axis_sizes: tuple[int, ...]) -> NDArray[np.int64]:
         """The local places whose elements all ranks along an axis hold."""
-        return self._free_of(axis, axis_sizes).nonzero().flatten()
+        return np.flatnonzero(self._free_of(axis, axis_sizes))
 
-    def _free_of(self, axis: int, axis_sizes: tuple[int, ...]) -> Tensor:
+    def _free_of(self, axis: int, axis_sizes: tuple[int, ...]) -> NDArray[np.bool_]:
         if self.kind == "leaf":
-            return torch.full((self.local_size(axis_sizes),), axis not in self.axes)
+            return np.full(self.local_size(axis_sizes), axis not in self.axes)
         parts = [part._free_of(axis, axis_sizes) for part in self.parts]
         if self.kind == "cat":
-            return torch.cat(parts)
-        free = torch.ones(1, dtype=torch.bool)
+            return np.concatenate(parts)
+        free = np.ones(1, dtype=np.bool_)
         for part in parts:
             free = (free[:, None] & part[None]).flatten()
         return free
@@ -100,7 +105,7 @@ def dim_layout(factor: Factor, axes: Sequence[Classes]) -> DimLayout:
 
 
 @lru_cache(maxsize=4096)
-def _index(layout: DimLayout, axis_sizes: tuple[int, ...], coordinate: tuple[int, ...]) -> Tensor:
+def _index(layout: DimLayout, axis_sizes: tuple[int, ...], coordinate: tuple[int, ...]) -> NDArray[np.int64]:
     return layout.index(axis_sizes, coordinate)
 
 
@@ -110,10 +115,10 @@ def take(tensor: Tensor, layout: ParameterLayout, axis_sizes: tuple[int, ...], c
         if part.is_cut:
             index = _index(part, axis_sizes, coordinate)
             first, length = int(index[0]), len(index)
-            if int(index[-1]) - first + 1 == length and bool((index.diff() == 1).all()):
+            if int(index[-1]) - first + 1 == length and bool((np.diff(index) == 1).all()):
                 tensor = tensor.narrow(dim, first, length)
             else:
-                tensor = tensor.index_select(dim, index.to(tensor.device))
+                tensor = tensor.index_select(dim, torch.from_numpy(index).to(tensor.device))
     return tensor
 
 
@@ -138,9 +143,7 @@ class BlockPlan:
     @cached_property
     def coordinates(self) -> tuple[tuple[int, ...], ...]:
         """The coordinates of each rank of the group."""
-        return tuple(
-            tuple(int(i) for i in torch.unravel_index(torch.tensor(r), self.axis_sizes)) for r in range(self.tp)
-        )
+        return tuple(tuple(int(i) for i in np.unravel_index(r, self.axis_sizes)) for r in range(self.tp))
 
     @cached_property
     def local_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -165,7 +168,7 @@ class BlockPlan:
             return parts[0]
         whole = parts[0].new_empty([dim.size for dim in layout])
         for coordinate, part in zip(self.coordinates, parts, strict=True):
-            places = [_index(dim, self.axis_sizes, coordinate).to(part.device) for dim in layout]
+            places = [torch.from_numpy(_index(dim, self.axis_sizes, coordinate)).to(part.device) for dim in layout]
             cut = [dim for dim, part_layout in enumerate(layout) if part_layout.is_cut]
             if len(cut) == 1:
                 whole.index_copy_(cut[0], places[cut[0]], part)

@@ -219,7 +219,7 @@ class Rewriter:
             return
         places = layout.held_by_all(axis, self.axis_sizes)
         if len(places):
-            module = CopySome(self.teams[axis], dim, places)
+            module = CopySome(self.teams[axis], dim, torch.from_numpy(places))
             self._new[node] = self._call("copy_some", (axis,), node, self._new[node], module)
 
     # Size arguments.

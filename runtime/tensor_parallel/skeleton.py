@@ -12,10 +12,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-# Semi-private names of torch 2.13, imported here only.
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-
 from autopar.errors import InputError
+from autopar.runtime.fakes import FakeTensor, FakeTensorMode
 from autopar.runtime.tensor_parallel.graph import BlockGraph, trace
 
 _HOOKS = (

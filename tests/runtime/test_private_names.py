@@ -20,7 +20,7 @@ SOURCES = sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))
 
 MODULES = {
     "torch._guards": "runtime/tracker.py",
-    "torch._subclasses": "runtime/tensor_parallel/skeleton.py",
+    "torch._subclasses": "runtime/fakes.py",
     "torch.distributed.elastic": "runtime/worker.py",
     "torch.distributed.fsdp": "runtime/zero.py",
     "torch.distributed.launcher": "runtime/worker.py",
@@ -104,7 +104,10 @@ def test_private_attribute_is_there(name: str) -> None:
     ("module", "names"),
     [
         ("torch._guards", "active_fake_mode"),
-        ("torch._subclasses.fake_tensor", "FakeTensor FakeTensorMode"),
+        (
+            "torch._subclasses.fake_tensor",
+            "FakeTensor FakeTensorMode DataDependentOutputException DynamicOutputShapeException",
+        ),
         ("torch.distributed.elastic.multiprocessing", "DefaultLogsSpecs"),
         ("torch.distributed.elastic.multiprocessing.errors", "ChildFailedError"),
         ("torch.distributed.fsdp", "FSDPModule MixedPrecisionPolicy fully_shard"),
@@ -118,6 +121,7 @@ def test_private_attribute_is_there(name: str) -> None:
         ("torch.utils._python_dispatch", "TorchDispatchMode is_traceable_wrapper_subclass"),
         ("torch.utils._pytree", "tree_leaves tree_map tree_unflatten"),
         ("transformers", "AutoModelForCausalLM CONFIG_MAPPING LlamaConfig logging"),
+        ("transformers.masking_utils", "find_packed_sequence_indices"),
         ("transformers.modeling_utils", "PreTrainedModel"),
     ],
 )

@@ -1,0 +1,93 @@
+"""A traced model on a device that is not here: bytes as traced, seconds by the roofline of the shipped device.
+
+Of one layer at `samples` local samples of T tokens, with the rates of autopar.roofline.Machine:
+
+    products   2 T N K of each of its matrices (N/tp), with the edge terms of small tiles; scaled to the traced FLOPs
+               where those are fewer (a table that is only looked up)
+    attention  the FLOPs that no matrix explains; half of them, the causal ones, at the rate of fused attention
+    streams    STREAMED times the saved set
+    forward    the larger of their sum and the launches;  backward  2 x products, 2.5 x attention, 1.5 x streams
+
+The head pays for its loss as in autopar.roofline.head, the embedding moves its output four times. Assumed, not
+measured: for Llama-2 7B and GPT-2 XL it stays within 6 % of autopar.roofline at tp 1 and 2, within 35 % at tp 8, whose
+small products it counts one by one (a test compares).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autopar import roofline
+from autopar.errors import InputError
+from autopar.measured import LayerCost, ModelFile
+from autopar.model import LayerKind
+from autopar.shipped import Device, machine
+from autopar.units import DTYPE_BYTES
+
+STREAMED = 1.3
+"""Assumed: bytes that the element-wise kernels of a forward move, for each byte that the layer keeps.
+
+Counted by autopar.roofline.streams_s over its counted saved set: 1.45 for a Llama block, 1.05 for one of GPT-2.
+"""
+
+
+def on_device(model: ModelFile, device: Device) -> ModelFile:
+    """The model with the seconds of its layers on a shipped device.
+
+    Raises InputError for a profile whose bytes are not those of 16-bit numbers: the device is rated in them.
+    """
+    if DTYPE_BYTES[model.layers.dtype] != 2:
+        raise InputError(
+            f"the profile of {model.model.name} is in {model.layers.dtype}",
+            why=f"{device.name} is priced in 16 bits",
+            fix="profile it again with --dtype bf16",
+        )
+    kinds = {kind.name: kind for kind in model.model.kinds}
+    costs = []
+    for cost in model.layers.costs:
+        times = [seconds(cost, kinds[cost.kind], n, model.layers.sequence, machine(device)) for n in cost.samples]
+        forward_s, backward_s = zip(*times, strict=True)
+        costs.append(replace(cost, forward_s=forward_s, backward_s=backward_s, origin="assumed"))
+    layers = replace(model.layers, device="cuda", device_name=device.name, processes=1, costs=tuple(costs))
+    return replace(model, layers=layers)
+
+
+def seconds(
+    cost: LayerCost, kind: LayerKind, samples: int, sequence: int, rates: roofline.Machine
+) -> tuple[float, float]:
+    """Seconds of forward and backward of a layer, by its traced bytes and FLOPs (the formulas of this module)."""
+    tokens, flops = samples * sequence, cost.flops.at(samples)
+    memory_bytes_per_s = rates.memory_bytes_per_s * rates.streamed_share
+    if kind.role == "embed":
+        moved_s = 4 * cost.output_bytes.at(samples) / memory_bytes_per_s
+        return moved_s, moved_s
+    products_s = products_flops = 0.0
+    for parameter in kind.parameters:
+        if len(parameter.shape) == 2:
+            n, k = parameter.shape
+            products_flops += 2 * tokens * n * k / cost.tp
+            products_s += float(
+                roofline.product_s(
+                    tokens,
+                    k,
+                    n / cost.tp,
+                    flops_per_s=rates.product_flops_per_s * rates.product_share,
+                    edge=rates.product_edge,
+                    row_edge=rates.row_edge,
+                    misaligned=rates.misaligned,
+                )
+            )
+    if products_flops > flops:
+        products_s, products_flops = products_s * flops / products_flops, flops
+    rest_flops = flops - products_flops
+    if kind.role == "head":
+        logits = max((p.shape[0] for p in kind.parameters if len(p.shape) == 2), default=0)
+        loss_s = rates.loss_passes * 8 * tokens * logits / cost.tp / rates.memory_bytes_per_s
+        products_s += rest_flops / (rates.product_flops_per_s * rates.product_share)
+        return products_s + loss_s, rates.backward_ratio * products_s + loss_s
+    attention_s = 0.5 * rest_flops / (rates.attention_flops_per_s * rates.attention_share)
+    streams_s = STREAMED * cost.saved_bytes.at(samples) / memory_bytes_per_s
+    launch_s = rates.launch_s * (1.25 if cost.tp > 1 else 1.0)
+    forward_s = roofline.smooth_max(products_s + attention_s + streams_s, launch_s)
+    backward_s = rates.backward_ratio * products_s + 2.5 * attention_s + 1.5 * streams_s
+    return float(forward_s), float(roofline.smooth_max(backward_s, 1.6 * launch_s))
