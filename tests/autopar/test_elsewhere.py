@@ -58,7 +58,7 @@ def test_a_search_takes_shipped_names() -> None:
     plan = autopar.search("llama2-7b", cluster="a100-80g:1x8", global_batch=64)
     assert plan.cluster.world_size == 8
     assert plan.predicted is not None
-    assert plan.predicted.origin == "fitted"
+    assert plan.predicted.origin in ("fitted", "assumed")
     with pytest.raises(InputError, match="has no seconds on a100-80g:1x8"):
         autopar.search(
             shipped.model("llama2-7b", shipped.devices()["a100-80g"], sequence=64),
