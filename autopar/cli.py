@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 
 import typer
 
-from autopar.errors import AutoparError, RunError, UsageError
+from autopar.errors import AutoparError, UsageError
 from autopar.formats import check_writable
 from autopar.interrupts import INTERRUPTED, interrupt_stops, leave_at_once, step
 from autopar.request import Schedule
@@ -282,28 +282,23 @@ def run(
 
 
 @app.command()
-def verify(plan: PlanFile, json: Json = False) -> None:
-    """Compare PLAN with one process on a small replica: the loss and every gradient."""
-    from dataclasses import asdict
+def verify(
+    plan: Annotated[Path | None, typer.Argument(metavar="PLAN", help="A plan.json.")] = None,
+    model: Annotated[str | None, typer.Option(help="MODEL, to verify random plans for it instead.")] = None,
+    nproc: Nproc = None,
+    random_plans: Annotated[int, typer.Option(min=1, max=10_000, help="How many random legal plans.")] = 20,
+    seed: Annotated[int, typer.Option(help="The same seed draws the same plans.")] = 0,
+    json: Json = False,
+) -> None:
+    """Compare PLAN, or random legal plans of --model, with one process on a small replica: loss and every gradient."""
+    from autopar.verify_command import verify_command
 
-    from autopar.formats import dumps
-    from autopar.plan import Plan
-    from autopar.report import comparison_words
-
-    planned = Plan.load(plan)
-    planned.check_runnable()
-    from autopar.runtime.verify import verify_plan
-
+    if (plan is None) == (model is None):
+        raise UsageError("verify takes PLAN or --model", why="it got neither, or both", fix="autopar verify plan.json")
     with step("verify") as report:
-        found = verify_plan(planned, progress=report)
-    words = comparison_words(found)
-    _answer(dumps("autopar.verify", 1, {"verified": found.agrees, **asdict(found)}) if json else words)
-    if not found.agrees:
-        raise RunError(
-            "the plan does not compute what one process computes",
-            why=words,
-            fix="report this plan as a bug; until then pin that layer to another strategy",
-        )
+        found = verify_command(plan, model, nproc=nproc or 4, count=random_plans, seed=seed, progress=report)
+    _answer(found.json if json else found.words)
+    found.check()
 
 
 @app.command()

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from autopar.demo import Demo
     from autopar.outcome import Outcome
     from autopar.runtime.verify import Comparison
+    from autopar.runtime.verify_random import VerifiedPlan
 
 _BARS = "▁▂▃▄▅▆▇█"
 _PIPED_WIDTH = 110
@@ -147,6 +148,17 @@ def comparison_words(comparison: Comparison) -> str:
         f"{verdict} one process over {comparison.steps} steps; relative errors: loss {comparison.loss:.1e}, "
         f"gradients {comparison.gradient:.1e} (largest: {comparison.parameter}, layer {comparison.layer}, "
         f"{comparison.strategy}), clipped norm {comparison.norm:.1e}, weights {comparison.weight:.1e}"
+    )
+
+
+def random_plans_words(found: Sequence[VerifiedPlan], *, nproc: int, seed: int) -> str:
+    """How many random plans were equal to one process, and the largest errors among them."""
+    agreed = sum(one.comparison.agrees for one in found)
+    largest = {name: max(getattr(one.comparison, name) for one in found) for name in ("loss", "gradient", "weight")}
+    return (
+        f"verified: {agreed} of {len(found)} random plans of seed {seed} on {nproc} ranks equal to one process; "
+        f"largest relative errors: loss {largest['loss']:.1e}, gradients {largest['gradient']:.1e}, "
+        f"weights {largest['weight']:.1e}"
     )
 
 

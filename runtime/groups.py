@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import count
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.axes import Placement, RankMesh
+
+_worlds = count()
 
 
 class RankGroups:
@@ -24,6 +27,10 @@ class RankGroups:
         self.mesh, self.device = mesh, device
         self.rank = dist.get_rank()
         self.stage, self.place = divmod(self.rank, mesh.ranks_per_stage)
+        # Torch keeps what it did with meshes by their ranks and names, and their groups by numbers that begin anew in
+        # a new world: a mesh of it must not be taken for one of the world before.
+        world = next(_worlds)
+        self._dimensions = f"replicate{world}", f"shard{world}"
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {tuple(range(mesh.world_size)): dist.group.WORLD}
         self._meshes: dict[tuple[tuple[str, ...], tuple[str, ...]], DeviceMesh] = {}
 
@@ -51,10 +58,10 @@ class RankGroups:
                 across = self.mesh.group(self.rank, replicate)
                 ranks = torch.tensor([self.mesh.group(rank, shard) for rank in across])
                 self._meshes[key] = DeviceMesh.from_group(
-                    [self.along(replicate), group], self.device, mesh=ranks, mesh_dim_names=("replicate", "shard")
+                    [self.along(replicate), group], self.device, mesh=ranks, mesh_dim_names=self._dimensions
                 )
             else:
-                self._meshes[key] = DeviceMesh.from_group(group, self.device)
+                self._meshes[key] = DeviceMesh.from_group(group, self.device, mesh_dim_names=self._dimensions[1:])
         return self._meshes[key]
 
     def pipeline(self) -> dist.ProcessGroup:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import lcm
 
 from torch import nn
 
@@ -25,13 +26,11 @@ def tiny_plan(plan: Plan) -> Plan:
     is always there, in float32, whose rounding is smaller than any error of a plan. A model that is not from a Hugging
     Face config has no widths to set, and is taken as it is.
     """
-    model = build_model(plan.model.source, device="meta")
-    source = plan.model.source
-    if is_hugging_face(model) and sum(p.numel() for p in model.parameters()) > SMALL_PARAMETERS:
-        source = canonical_source(source, _small_widths(model, plan))
-        model = build_model(source, device="meta")
     tp = max(strategy.tp for strategy in plan.strategies)
-    sequence = min(plan.request.sequence, max(1, _SEQUENCE // tp) * tp)
+    source = tiny_source(plan.model.source, tp=tp)
+    model = build_model(source, device="meta")
+    cut = lcm(*(s.sp * (s.tp if s.sequence_norms else 1) * (2 * s.cp if s.cp > 1 else 1) for s in plan.strategies))
+    sequence = min(plan.request.sequence, max(1, _SEQUENCE // cut) * cut)
     request = replace(
         plan.request,
         global_batch=plan.num_micro_batches * plan.mesh.ranks_per_stage,
@@ -48,11 +47,18 @@ def tiny_plan(plan: Plan) -> Plan:
     )
 
 
-def _small_widths(model: nn.Module, plan: Plan) -> dict[str, int]:
+def tiny_source(source: str, *, tp: int) -> str:
+    """The MODEL string of a tiny replica, its widths divisible by `tp`; models that are small stay as they are."""
+    model = build_model(source, device="meta")
+    if is_hugging_face(model) and sum(p.numel() for p in model.parameters()) > SMALL_PARAMETERS:
+        return canonical_source(source, _small_widths(model, tp))
+    return source
+
+
+def _small_widths(model: nn.Module, tp: int) -> dict[str, int]:
     """Overrides of the config, under the names that this architecture has; widths stay divisible by every tp."""
     config = model.config
     heads = int(config.num_attention_heads)
-    tp = max(strategy.tp for strategy in plan.strategies)
     wanted = {
         "hidden_size": heads * _HEAD_WIDTH,
         "head_dim": _HEAD_WIDTH,

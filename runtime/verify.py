@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from autopar.folding import fold_plan
 from autopar.formats import from_plain
 from autopar.plan import Plan
-from autopar.runtime.batches import example_batch
+from autopar.runtime.batches import example_batch, labels_of
 from autopar.runtime.gradients import whole, whole_parameter
-from autopar.runtime.launch import Progress, launch
-from autopar.runtime.losses import loss_of
+from autopar.runtime.launch import Progress, inside_torchrun, launch
+from autopar.runtime.losses import IGNORED_LABEL, loss_of
 from autopar.runtime.models import build_model, import_model
 from autopar.runtime.parallel import ParallelModel, parallelize
 from autopar.runtime.tiny import tiny_plan
@@ -61,9 +62,11 @@ class Comparison:
 def verify_plan(plan: Plan, *, progress: Progress | None = None) -> Comparison:
     """How far the plan's gradients on real local ranks are from those of one process, on a tiny replica.
 
-    Starts as many processes as the plan has ranks, each of which also runs the whole replica by itself. Raises what
-    `launch` does. Cost: start-up of the ranks and a few steps of the replica.
+    Starts as many processes as the folded plan has ranks (see `fold_plan`; inside torchrun as many as the plan has),
+    each of which also runs the whole replica by itself. Raises what `fold_plan` and `launch` do. Cost: start-up of the
+    ranks and a few steps of the replica.
     """
+    plan = plan if inside_torchrun() else fold_plan(plan)
     results = launch(
         "autopar.runtime.verify:verify_rank",
         {"plan": tiny_plan(plan).dumps()},
@@ -72,7 +75,12 @@ def verify_plan(plan: Plan, *, progress: Progress | None = None) -> Comparison:
         progress=progress,
     )
     found = [from_plain(Comparison, result, "verify") for result in results]
-    worst = max(found, key=lambda c: c.gradient)
+    return worst_of(found)
+
+
+def worst_of(found: Sequence[Comparison]) -> Comparison:
+    """The largest errors over the ranks."""
+    worst = max(found, key=lambda c: c.gradient if c.gradient == c.gradient else float("inf"))
     return Comparison(
         **{
             **asdict(worst),
@@ -106,7 +114,8 @@ def compare(
 
     Every rank also runs the whole model by itself, as the reference. Weights are perturbed (zero biases and unit
     norms hide errors) and dropout is off. tamper: changes the wrapped model, to see the comparison fail; batch_of: the
-    global batch of a step for this model, default random tokens.
+    global batch of a step for this model, default random tokens with fewer labels on some ranks than on others, since
+    a mean of means is right where they are even.
     """
     reference = _perturbed(build_model(plan.model.source, dtype=plan.request.dtype)).eval()
     parallel = parallelize(_perturbed(build_model(plan.model.source, dtype=plan.request.dtype)).eval(), plan)
@@ -120,7 +129,7 @@ def compare(
     for step in range(steps):
         if batch_of is None:
             samples, sequence = plan.request.global_batch, plan.request.sequence
-            batch = example_batch(reference, samples=samples, sequence=sequence, seed=step)
+            batch = uneven_batch(reference, samples=samples, sequence=sequence, seed=step)
         else:
             batch = batch_of(reference, step)
         expected = loss_of(reference(**batch))
@@ -158,6 +167,14 @@ def compare(
         parameters=len(parallel.held),
         steps=steps,
     )
+
+
+def uneven_batch(model: nn.Module, *, samples: int, sequence: int, seed: int) -> dict[str, Tensor]:
+    """A batch of random tokens of which the first half has two labels a sample only."""
+    batch = example_batch(model, samples=samples, sequence=sequence, seed=seed)
+    labels = batch[labels_of(batch)]
+    labels[: samples // 2, 2:] = IGNORED_LABEL
+    return batch
 
 
 def _layer_name(layer: int, plan: Plan) -> str:

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import autopar.plan
+import autopar.runtime.layers
 from autopar.axes import Axis, Layout, RankMesh
 from autopar.errors import AutoparError
 from autopar.plan import Plan, PlanCluster, PlanModel
@@ -60,22 +61,26 @@ def make_plan(
 
 
 def compare_with_one_process(
-    source: str, strategies: list[str], steps: int = 3, plant: str = "", masked: bool = False, **shape: Any
+    source: str, strategies: list[str], steps: int = 3, plant: str = "", masked: bool = True, **shape: Any
 ) -> dict[str, Any]:
-    """Largest relative errors over the steps against one process. masked: uneven numbers of labels a sample."""
+    """Largest relative errors over the steps against one process."""
     plan = make_plan(source, strategies, world=dist.get_world_size(), **shape)
-
-    def batch_of(model: torch.nn.Module, step: int) -> dict[str, torch.Tensor]:
-        batch = example_batch(model, samples=plan.request.global_batch, sequence=plan.request.sequence, seed=step)
-        labels = batch[labels_of(batch)]
-        labels[: len(labels) // 2, 2:] = -100
-        return batch
 
     def tamper(parallel: ParallelModel) -> None:
         _PLANTS[plant](parallel)
 
-    found = compare(plan, steps=steps, batch_of=batch_of if masked else None, tamper=tamper if plant else None)
+    try:
+        found = compare(plan, steps=steps, tamper=tamper if plant else None)
+    finally:
+        while _patched:
+            setattr(*_patched.pop())
     return {**asdict(found), "agrees": found.agrees}
+
+
+def compare_plans(plans: list[str]) -> list[dict[str, Any]]:
+    """The largest relative errors of each of some plans against one process."""
+    found = [compare(Plan.loads(text)) for text in plans]
+    return [{**asdict(one), "agrees": one.agrees} for one in found]
 
 
 def what_is_refused_is_wrong(source: str, strategies: list[str], **shape: Any) -> dict[str, Any]:
@@ -114,11 +119,59 @@ def _forget_one_axis(parallel: ParallelModel) -> None:
     )
 
 
+def _no_norm_reduction(parallel: ParallelModel) -> None:
+    """Parameters that a tensor-parallel rank holds whole, but uses on its part of the sequence, are not summed."""
+    from autopar.runtime.tensor_parallel.collectives import _Copy
+
+    _patch(_Copy, "backward", staticmethod(lambda ctx, grad: (grad, None)))
+
+
+def _swapped_rows(parallel: ParallelModel) -> None:
+    """The first fused weight that is cut has its q and k the other way round."""
+    entry = next(e for e in parallel.held if e.name.endswith("attn.c_attn.weight") and e.tensor_parallel)
+    q, k, v = entry.parameter.data.chunk(3, dim=-1)
+    entry.parameter.data.copy_(torch.cat([k, q, v], dim=-1))
+
+
+def _local_mask(parallel: ParallelModel) -> None:
+    """Side inputs stay what this rank has of them, repeated to the size of the samples that it now holds."""
+    real = autopar.runtime.layers.relayout
+
+    def wrong(value: torch.Tensor, *layouts: Any, batch_dim: int | None = None) -> torch.Tensor:
+        if batch_dim is None:
+            return real(value, *layouts)
+        ranks = real(value, *layouts, batch_dim=batch_dim).shape[batch_dim] // value.shape[batch_dim]
+        return torch.cat([value] * ranks, batch_dim)
+
+    _patch(autopar.runtime.layers, "relayout", wrong)
+
+
+def _mean_of_means(parallel: ParallelModel) -> None:
+    """Every rank and micro-batch counts the same, however many labels it has."""
+    for stage in parallel.stages:
+        stage.loss = lambda output, batch, own=stage.loss: _mean(*own(output, batch))
+
+
+def _mean(total: torch.Tensor, count: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return total / count, torch.ones_like(count)
+
+
 _PLANTS = {
     "average": _average_one_layer,
     "sharded average": _average_one_sharded_layer,
     "forgotten axis": _forget_one_axis,
+    "no norm reduction": _no_norm_reduction,
+    "swapped rows": _swapped_rows,
+    "local mask": _local_mask,
+    "mean of means": _mean_of_means,
 }
+_patched: list[tuple[Any, str, Any]] = []
+
+
+def _patch(home: Any, name: str, value: Any) -> None:
+    """Change an attribute until the job is over: the process goes on to the next one."""
+    _patched.append((home, name, vars(home)[name]))
+    setattr(home, name, value)
 
 
 def relayout_pairs(sizes: list[int]) -> dict[str, Any]:

@@ -111,10 +111,27 @@ def test_eight_layers_with_eight_strategies_on_eight_ranks(ranks: Ranks) -> None
     check(results)
 
 
-@pytest.mark.parametrize("fault", ["average", "sharded average"])
-def test_planted_average_in_one_layer_is_caught(fault: str, ranks: Ranks) -> None:
-    strategies = ["dp4", "dp4" if fault == "average" else "dp4-z3", "dp4", "dp4", "dp4", "dp4"]
-    found = ranks("compare_with_one_process", 4, source=LLAMA4, strategies=strategies, plant=fault, steps=1)
+MASKED = "tests/runtime/masked_model.py:build"
+FAULTS: dict[str, tuple[str, list[str]]] = {
+    "average": (LLAMA4, ["dp4"] * 6),
+    "sharded average": (LLAMA4, ["dp4", "dp4-z3", "dp4", "dp4", "dp4", "dp4"]),
+    "no norm reduction": (LLAMA4, ["dp4", "dp2-tp2s", "dp4", "tp4s", "dp4", "dp4"]),
+    "swapped rows": (GPT2, ["dp4", "dp4", "dp2-tp2", "dp4", "dp4", "dp4"]),
+    "local mask": (MASKED, ["dp4", "dp4", "dp2-tp2", "dp4", "dp4", "dp4"]),
+    "mean of means": (LLAMA4, ["dp4"] * 6),
+}
+PLACES = {"average": {"0"}, "sharded average": {"0"}, "no norm reduction": {"0", "2"}}
+"""The layers that may be named, where the fault is in one."""
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_fault_is_caught(fault: str, ranks: Ranks) -> None:
+    source, strategies = FAULTS[fault]
+    found = ranks("compare_with_one_process", 4, source=source, strategies=strategies, plant=fault, steps=1)
     assert all(not result["agrees"] for result in found)
-    assert max(result["gradient"] for result in found) > 0.5
-    assert {result["layer"] for result in found} == {"0"}
+    assert max(result["gradient"] for result in found) > 0.01
+    assert {result["layer"] for result in found} <= PLACES.get(fault, {result["layer"] for result in found})
+
+
+def test_a_mask_beside_the_hidden_state_is_laid_out_with_it(ranks: Ranks) -> None:
+    check(ranks("compare_with_one_process", 4, source=MASKED, strategies=FAULTS["local mask"][1], steps=1))
