@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopar.memory import OPTIMIZER_TEMPORARIES, Unit
-from autopar.request import OPTIMIZER_COPIES, Optimizer
+from autopar.memory import Unit
+from autopar.request import Optimizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,19 +29,19 @@ def upper_bound(
     """A bound that `walk` never exceeds, whatever the strategies of the other layers of the stage.
 
     steady: as in `lower_bound`; otherwise a layer's gradients only come as its saved sets go, and the larger counts.
-    before_bytes, after_bytes: the largest parameters of a ZeRO unit before and after this one in the stage, whose
-    buffers may be alive while this one works; arriving_bytes: its input in the layout of the layer before.
+    before_bytes, after_bytes: the largest buffers of a ZeRO unit before and after this one in the stage, which
+    may be alive while this one works; arriving_bytes: its input in the layout of the layer before.
     """
-    grads, kept, moving = unit.trainable_bytes, unit.kept_bytes, unit.input_bytes
+    grads, kept, moving = unit.gradient_bytes, unit.kept_bytes, unit.input_bytes
     whole = unit.parameter_bytes if unit.gathers else 0
     resident = whole if unit.zero == 3 else 0
     counted = unit.share(grads) if steady else max(0, unit.share(grads) - kept)
-    state = unit.share(unit.parameter_bytes) + unit.optimizer_share(grads) * OPTIMIZER_COPIES[optimizer] + counted
+    state = unit.held_bytes + unit.optimizer_bytes(optimizer) + counted
     state += whole - resident
     # While the layer itself works backwards its gradients are there beside its saved sets.
     own = unit.share(grads) - counted
     around = before_bytes + after_bytes
-    work = max(unit.backward_peak_bytes, unit.later_backward_peak_bytes + (0 if unit.gathers else grads))
+    work = max(unit.first_backward_peak_bytes, unit.later_backward_peak_bytes + (0 if unit.gathers else grads))
     moments = [
         arriving_bytes + moving + around + own,
         moving + before_bytes + whole,
@@ -49,8 +49,8 @@ def upper_bound(
         unit.output_bytes + max(whole, before_bytes) + resident,
         unit.output_bytes + after_bytes + whole + resident + own,
         max(0, moving + work - kept - (0 if unit.gathers else grads)) + around + resident + own,
-        moving + before_bytes + (2 * grads if unit.gathers else after_bytes) + own,
-        unit.optimizer_share(unit.largest_parameter_bytes) * OPTIMIZER_TEMPORARIES[optimizer],
+        moving + before_bytes + (grads + unit.trainable_bytes if unit.gathers else after_bytes) + own,
+        unit.temporary_bytes(optimizer),
     ]
     if unit.recompute:
         moments.append(unit.output_bytes + unit.forward_peak_bytes + around + resident + own)
@@ -63,12 +63,10 @@ def lower_bound(unit: Unit, *, optimizer: Optimizer, steady: bool, last: bool) -
     steady: that happens again after the first backward, so that all gradients exist by then; last: the unit ends the
     chain, so that its own backward is that moment.
     """
-    grads = unit.trainable_bytes
-    state = unit.share(unit.parameter_bytes) + unit.optimizer_share(grads) * OPTIMIZER_COPIES[optimizer]
-    state += unit.share(grads) * int(steady)
+    state = unit.held_bytes + unit.optimizer_bytes(optimizer) + unit.share(unit.gradient_bytes) * int(steady)
     state += unit.parameter_bytes if unit.zero == 2 else 0
     transient = 0
     if last:
-        work = unit.later_backward_peak_bytes if steady and not unit.gathers else unit.backward_peak_bytes
+        work = unit.later_backward_peak_bytes if steady and not unit.gathers else unit.first_backward_peak_bytes
         transient = max(0, unit.input_bytes + work - unit.kept_bytes) + (unit.parameter_bytes if unit.zero == 3 else 0)
     return Bound(state_bytes=state, saved_bytes=unit.kept_bytes, transient_bytes=transient)

@@ -39,7 +39,8 @@ class Unit:
     """One layer on one rank: bytes, whole after tp where not said otherwise; activations of one micro-batch.
 
     shards: over how many ranks ZeRO cuts it (ZeRO-1 the optimizer's states alone); relayout: its input arrives in
-    another layout than its own. The saved set of a selective recompute is what is left of it.
+    another layout than its own; widening: bytes of a summed gradient or of what the optimizer steps for each byte of
+    the parameter that works (2 under mixed precision). The saved set of a selective recompute is what is left of it.
     """
 
     zero: int
@@ -54,6 +55,7 @@ class Unit:
     forward_peak_bytes: int
     backward_peak_bytes: int
     relayout: bool = False
+    widening: int = 1
 
     @classmethod
     def of(
@@ -64,6 +66,7 @@ class Unit:
         *,
         shared_bytes: int = 0,
         relayout: bool = False,
+        dtype: str = "float32",
     ) -> Unit:
         """The unit of a layer; `shared_bytes` of its parameters belong to another unit of the rank (tied weights)."""
         return cls(
@@ -79,6 +82,7 @@ class Unit:
             forward_peak_bytes=ceil(max(0.0, cost.forward_peak_bytes.at(samples))),
             backward_peak_bytes=ceil(max(0.0, cost.backward_peak_bytes.at(samples))),
             relayout=relayout,
+            widening=2 if dtype == "bfloat16" else 1,
         )
 
     @property
@@ -93,6 +97,36 @@ class Unit:
     def optimizer_share(self, size_bytes: int) -> int:
         """The rank's share of the optimizer's states."""
         return -(-size_bytes // self.shards)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """The summed gradients of the whole layer."""
+        return self.trainable_bytes * self.widening
+
+    @property
+    def buffer_bytes(self) -> int:
+        """The larger buffer of a layer that gathers: its whole parameters, or its gradients to be scattered."""
+        return max(self.parameter_bytes, self.gradient_bytes)
+
+    @property
+    def held_bytes(self) -> int:
+        """The rank's parameters between steps: under mixed precision the masters alone where they are gathered."""
+        if self.gathers:
+            return self.share(self.parameter_bytes * self.widening)
+        return self.parameter_bytes + (self.optimizer_share(self.gradient_bytes) if self.widening > 1 else 0)
+
+    def optimizer_bytes(self, optimizer: Optimizer) -> int:
+        """The rank's states of the optimizer."""
+        return self.optimizer_share(self.gradient_bytes) * OPTIMIZER_COPIES[optimizer]
+
+    def temporary_bytes(self, optimizer: Optimizer) -> int:
+        """Temporaries of the optimizer step."""
+        return self.optimizer_share(self.largest_parameter_bytes * self.widening) * OPTIMIZER_TEMPORARIES[optimizer]
+
+    @property
+    def first_backward_peak_bytes(self) -> int:
+        """The working set of a backward whose gradients are the first: replicas hold them summed."""
+        return self.backward_peak_bytes + (0 if self.gathers else self.gradient_bytes - self.trainable_bytes)
 
     @property
     def kept_bytes(self) -> int:
@@ -111,9 +145,10 @@ class Unit:
         Saved sets go as gradients come, both about evenly, so the trace's peak lies at one of the two ends. Measured
         on a Llama block whose saved set outweighs its parameters: the full peak, not the peak less the gradients.
         """
-        grads = self.trainable_bytes
-        ends = self.backward_peak_bytes - grads + max(self.saved_bytes, min(self.largest_parameter_bytes, grads))
-        return min(self.backward_peak_bytes, max(self.saved_bytes + self.output_bytes, ends))
+        grads, one = self.trainable_bytes, min(self.largest_parameter_bytes, self.trainable_bytes)
+        ends = self.backward_peak_bytes - grads + max(self.saved_bytes, one)
+        peak = min(self.backward_peak_bytes, max(self.saved_bytes + self.output_bytes, ends))
+        return peak + one * (self.widening - 1) * 2
 
 
 @dataclass(kw_only=True)
@@ -185,8 +220,8 @@ def walk_stages(
     states = {stage: _State(ledger=ledger, units=units, optimizer=optimizer) for stage, units in stages.items()}
     every = [unit for units in stages.values() for unit in units]
     for unit in every:
-        ledger.add("parameters", unit.share(unit.parameter_bytes))
-        ledger.add("optimizer", unit.optimizer_share(unit.trainable_bytes) * OPTIMIZER_COPIES[optimizer])
+        ledger.add("parameters", unit.held_bytes)
+        ledger.add("optimizer", unit.optimizer_bytes(optimizer))
     ledger.add("communication", buffers_bytes)
     ledger.look(0)
     held_bytes = held_bytes or {}
@@ -204,8 +239,7 @@ def walk_stages(
                 ledger.look(0)
                 moments.append(_moment(ledger))
     ledger.moment = None
-    largest_bytes = max(unit.optimizer_share(unit.largest_parameter_bytes) for unit in every)
-    ledger.look(largest_bytes * OPTIMIZER_TEMPORARIES[optimizer])
+    ledger.look(max(unit.temporary_bytes(optimizer) for unit in every))
     if moments is not None:
         moments.append(_moment(ledger))
     return RankMemory(peak_bytes=ledger.peak_bytes, parts_bytes=ledger.peak)
@@ -299,20 +333,20 @@ class _State:
             elif unit.recompute:
                 ledger.look(unit.output_bytes + unit.forward_peak_bytes, buffers)
             later = not unit.gathers and i in self.graded
-            work = unit.later_backward_peak_bytes if later else unit.backward_peak_bytes
+            work = unit.later_backward_peak_bytes if later else unit.first_backward_peak_bytes
             ledger.look(max(0, unit.input_bytes + work - unit.kept_bytes), buffers)
             ledger.add("activations", -unit.kept_bytes)
             if not unit.gathers and i not in self.graded:
-                ledger.add("gradients", grads)
+                ledger.add("gradients", unit.gradient_bytes)
             if unit.gathers:
                 self._reshard(i)
-                buffers += grads - reduced_bytes
-                reduced_bytes = grads
+                buffers += unit.gradient_bytes - reduced_bytes
+                reduced_bytes = unit.gradient_bytes
                 ledger.look(unit.input_bytes + grads, buffers)
                 if i in self.graded:
-                    ledger.look(unit.input_bytes + unit.share(grads), buffers)
+                    ledger.look(unit.input_bytes + unit.share(unit.gradient_bytes), buffers)
                 else:
-                    ledger.add("gradients", unit.share(grads))
+                    ledger.add("gradients", unit.share(unit.gradient_bytes))
             self.graded.add(i)
             ledger.look(unit.input_bytes, buffers)
             if unit.relayout:

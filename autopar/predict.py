@@ -243,7 +243,7 @@ def _stage_units(plan: Plan, stage: int, model: ModelSpec, layers: LayerProfile,
         key = (model.layers[layer], strategy, samples, shared, relayout)
         if key not in known:
             cost = layer_cost(model, layers, layer, strategy)
-            known[key] = Unit.of(cost, strategy, samples, shared_bytes=shared, relayout=relayout)
+            known[key] = Unit.of(cost, strategy, samples, shared_bytes=shared, relayout=relayout, dtype=layers.dtype)
         units.append(known[key])
     return units
 

@@ -119,7 +119,7 @@ class Prices:
                     works[kind, s] = _ns(work.whole_forward_s + work.whole_backward_s + step_s / num_micro_batches)
                 row[s] = works[kind, s]
                 mine = shared and shared_bytes(model, layer, pp, strategy.tp)
-                units[-1][s] = Unit.of(cost, strategy, samples, shared_bytes=mine)
+                units[-1][s] = Unit.of(cost, strategy, samples, shared_bytes=mine, dtype=layers.dtype)
             times.append(row)
 
         moved_bytes = activation_bytes(model, layers, micro_batch)
@@ -196,7 +196,7 @@ class Prices:
 
     def _bounds(self, memory: Memory, steady: bool) -> tuple[Int, Int, Int]:
         """[L, S] each: states, saved sets and transients, whatever the strategies of the other layers."""
-        gathered = [max((u.parameter_bytes for u in row.values() if u.gathers), default=0) for row in self.units]
+        gathered = [max((u.buffer_bytes for u in row.values() if u.gathers), default=0) for row in self.units]
         outputs = [max(u.output_bytes for u in row.values()) for row in self.units]
         chain = [gathered[one] for one in self.classes]
         if memory == "upper":

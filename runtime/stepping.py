@@ -74,11 +74,12 @@ def refresh(held: Sequence[HeldParameter]) -> None:
     """Bring parameters up to date with what the optimizer stepped in their place; a collective of their ranks."""
     pending = []
     for entry in held:
-        stepped = entry.stepped.data.to(entry.parameter.dtype)
-        if entry.rows is None:
-            entry.parameter.copy_(stepped)
-        else:
-            pending.append(start_gather_rows(stepped, entry.parameter.data, entry.rows))
+        whole = entry.parameter.data
+        mine = whole if entry.rows is None else own_rows(whole, entry.rows)
+        if mine.dtype != entry.stepped.dtype:
+            mine.copy_(entry.stepped)
+        if entry.rows is not None:
+            pending.append(start_gather_rows(mine, whole, entry.rows))
     for work, done in pending:
         work.wait()
         done()

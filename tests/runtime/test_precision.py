@@ -8,6 +8,10 @@ from typing import Any
 import pytest
 
 from autopar.errors import InputError
+from autopar.plan import Plan
+from autopar.predict import stage_memory
+from autopar.profiler.models import profile
+from autopar.runtime.models import build_model
 from autopar.runtime.precision import mixed_dtype
 
 Ranks = Callable[..., list[Any]]
@@ -49,3 +53,27 @@ def test_adding_up_in_bfloat16_is_caught(ranks: Ranks) -> None:
 def test_float16_is_refused() -> None:
     with pytest.raises(InputError, match="float16 does not train"):
         mixed_dtype("float16")
+
+
+LARGE = SOURCE.replace("hidden_size=32", "hidden_size=64").replace("intermediate_size=48", "intermediate_size=160")
+MEMORY: dict[str, tuple[list[str], dict[str, Any]]] = {
+    "replicated": (["dp4"] * 6, {"micro_batches": 2}),
+    "sharded": (["dp4-z3"] * 6, {"micro_batches": 2}),
+    "mixed": (["dp4-z1", "dp4-z1", "dp4", "dp4-z2-r", "dp4-z3", "dp4-z1"], {}),
+    "optimizer sharded": (["dp4-z1"] * 6, {"micro_batches": 2}),
+    "stages": (["dp2-z1", "dp2", "tp2", "dp2-z3", "tp2s", "dp2-z3"], STAGES),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "mixed")) for n in MEMORY])
+def test_predicted_peak_is_within_five_percent_of_the_tracked_one(name: str, ranks: Ranks) -> None:
+    strategies, shape = MEMORY[name]
+    source = LARGE.replace("vocab_size=66", "vocab_size=256")
+    arguments = {"source": source, "strategies": strategies, "global_batch": 16, "sequence": 32, "dtype": "bfloat16"}
+    results = ranks("train", 4, steps=4, **arguments, **shape)
+    measured = profile(build_model(source, dtype="bfloat16"), sequence=32, tp_degrees=(2,), samples=(1, 2))
+    plan = Plan.loads(results[0]["plan"])
+    for rank, result in enumerate(results):
+        predicted = stage_memory(plan, rank // plan.mesh.ranks_per_stage, measured.model, measured.layers)
+        error = predicted.peak_bytes / result["peak_memory_bytes"] - 1
+        assert abs(error) <= 0.05, f"rank {rank}: {predicted} against {result['peak_memory_bytes']} ({error:+.1%})"
