@@ -120,7 +120,7 @@ def step(
     """`simulate` without its operations, in O(stages * micro-batches)."""
     made, pp = _program(stages, schedule, micro_batches, pp)
     table = _table(stages)
-    if sharing is not None and sharing.matters and pp > 1:
+    if sharing is not None and sharing.matters:
         bars = shared_bars(made, table, pp, send_s, sharing)
         clock, busy = [0.0] * pp, [0.0] * pp
         for rank, (start, end) in zip(made.ranks, bars, strict=True):
@@ -158,7 +158,7 @@ def simulate(
     """
     made, pp = _program(stages, schedule, micro_batches, pp)
     table = _table(stages)
-    if sharing is not None and sharing.matters and pp > 1:
+    if sharing is not None and sharing.matters:
         bars = shared_bars(made, table, pp, send_s, sharing)
     else:
         bars = []

@@ -10,7 +10,9 @@ from autopar.programs import Program
 
 @dataclass(frozen=True, kw_only=True)
 class Sharing:
-    """Ranks that share cores: speed[k-1] of each while k of its node compute; ranks of a stage, and of a node."""
+    """Ranks that share cores: speed[k-1] of each while k of its node compute, 1.0 where its seconds were measured;
+    ranks of a stage, and of a node.
+    """
 
     speed: tuple[float, ...]
     ranks_per_stage: int
@@ -18,8 +20,10 @@ class Sharing:
 
     @property
     def matters(self) -> bool:
-        """Whether stages slow each other at all."""
-        return self.ranks_per_stage < self.ranks_per_node and any(s != self.speed[-1] for s in self.speed)
+        """Whether any rank is ever faster or slower than its seconds say."""
+        if self.ranks_per_stage >= self.ranks_per_node:
+            return self.speed[-1] != 1.0
+        return any(speed != 1.0 for speed in self.speed)
 
     def at(self, computing: float) -> float:
         """The speed of a rank while so many compute, linear between whole numbers."""

@@ -85,6 +85,17 @@ def test_zero_2_gathers_once_between_two_backwards() -> None:
         assert longer == [("F", 0), *(("B", m) for m in (1, 2, 3))] if schedule == "gpipe" else longer[0] == ("F", 0)
 
 
+@pytest.mark.parametrize("schedule", CLASS_NAMES)
+def test_zero_2_gathers_a_stage_as_often_as_it_reduces(schedule: Schedule) -> None:
+    """The second part of a backward finds what the first has gathered."""
+    each = 1 if schedule in SCHEDULES else 2
+    row = [StageTimes(forward_s=1.0, backward_s=2.0, gather_s=0.25)] * (3 * each)
+    line = simulate(row, schedule=schedule, micro_batches=6, send_s=0.0, pp=3)
+    for stage in range(3 * each):
+        own = [op for op in line.operations if op.stage == stage]
+        assert sum(op.end_s - op.start_s for op in own) == pytest.approx(6 * (3.0 + 0.25))
+
+
 @pytest.mark.parametrize("pp", [2, 3, 4, 8])
 @pytest.mark.parametrize("rounds", [2, 3, 8])
 def test_equal_stages_take_the_textbook_time(pp: int, rounds: int) -> None:
@@ -212,14 +223,19 @@ def test_two_ranks_on_one_core_by_hand() -> None:
 
 
 def test_waiting_for_collectives_leaves_the_core_to_others() -> None:
-    """One action each: rank 1 meets rank 0's second forward, of which half is waiting."""
+    """Half of each forward is waiting. Alone 0.5 + 0.5 / 2; then both meet half of a rank: 0.5 + 0.5 / 1.5."""
+    pair = [StageTimes(forward_s=1, backward_s=2, waiting_forward_s=0.5)] * 2
     sharing = Sharing(speed=(2.0, 1.0), ranks_per_stage=1, ranks_per_node=2)
-    busy = [StageTimes(forward_s=1, backward_s=2)] * 2
-    idle = [StageTimes(forward_s=1, backward_s=2, waiting_forward_s=0.5, waiting_backward_s=1.0)] * 2
-    for row, least in ((busy, 6.0), (idle, 6.0)):
-        took = step(row, schedule="gpipe", micro_batches=2, send_s=0.0, sharing=sharing)
-        plain = step(row, schedule="gpipe", micro_batches=2, send_s=0.0)
-        assert least / 2 < took.step_s < plain.step_s
+    line = simulate(pair, schedule="gpipe", micro_batches=2, send_s=0.0, sharing=sharing)
+    found = {(op.kind, op.stage, op.micro_batch): op.end_s for op in line.operations}
+    assert found["F", 0, 0] == pytest.approx(0.75)
+    assert found["F", 0, 1] == found["F", 1, 0] == pytest.approx(0.75 + 0.5 + 0.5 / 1.5)
+    wide = Sharing(speed=(4.0, 3.0, 2.0, 1.0), ranks_per_stage=2, ranks_per_node=4)
+    line = simulate(pair, schedule="gpipe", micro_batches=2, send_s=0.0, sharing=wide)
+    found = {(op.kind, op.stage, op.micro_batch): op.end_s for op in line.operations}
+    # Two ranks of a stage compute at once: speed 3; beside half of the two others three do: speed 2.
+    assert found["F", 0, 0] == pytest.approx(0.5 + 0.5 / 3)
+    assert found["F", 1, 0] == pytest.approx(found["F", 0, 0] + 0.5 + 0.5 / 2)
 
 
 def test_a_stage_that_fills_its_node_shares_with_none() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from autopar.legality import why_schedule_illegal
 from autopar.memory import Unit, walk, walk_stages
-from autopar.orders import actions
+from autopar.orders import Action, actions
 from autopar.plan import Plan, PlanCluster, PlanModel, RankMemory
 from autopar.predict import predict, timeline
 from autopar.request import Schedule
@@ -55,6 +55,29 @@ def test_the_highest_moment_is_the_peak(schedule: Schedule, shorts: str) -> None
         assert all(sum(m.memory.parts_bytes.values()) == m.memory.peak_bytes for m in moments)
         # The first forward holds less than the last, and the end no activation at all.
         assert moments[-1].memory.parts_bytes["activations"] == 0
+
+
+def test_ranks_that_share_cores_fill_their_bubbles() -> None:
+    """Four ranks on two cores: two stages of two are predicted faster than if all four always computed, one is not."""
+    slow = CLUSTER.cluster
+    quick = replace(slow, compute_speedup=(2.0, 2.0, 1.4, 1.0))
+    for schedule in CLASS_NAMES:
+        before, after = (
+            predict(plan(schedule), MODEL.model, MODEL.layers, cluster, CLUSTER.links) for cluster in (slow, quick)
+        )
+        assert before.step_s / 2 < after.step_s < before.step_s
+        assert after.parts_s["compute"] < before.parts_s["compute"]
+        assert sum(after.parts_s.values()) == pytest.approx(after.step_s)
+    one = replace(plan("1f1b"), pp=1, layers_per_stage=(8,), strategies=strategies(*["dp4"] * 8))
+    steps = [predict(one, MODEL.model, MODEL.layers, cluster, CLUSTER.links).step_s for cluster in (slow, quick)]
+    assert steps[0] == steps[1]
+    # Layers measured by two processes at once take twice as long when four compute.
+    alone = replace(MODEL.layers, processes=2)
+    twice = predict(one, MODEL.model, alone, quick, CLUSTER.links)
+    assert twice.parts_s["compute"] == pytest.approx(
+        2.0 * predict(one, MODEL.model, MODEL.layers, quick, CLUSTER.links).parts_s["compute"]
+    )
+    assert sum(twice.parts_s.values()) == pytest.approx(twice.step_s)
 
 
 def test_the_trace_has_each_action_each_send_and_the_memory() -> None:
@@ -136,3 +159,14 @@ def test_a_split_backward_by_hand() -> None:
     assert first == 300 + 10 + 90
     assert second == 300 + 10 + 190
     assert optimizer == 300 + 100 + 40
+    moments.clear()
+    order: list[Action] = [(kind, 1, m) for kind in "FIW" for m in (0, 1)]  # type: ignore[misc]
+    walk_stages({1: [PLAIN]}, order, optimizer="adamw", moments=moments)
+    # Two saved sets; the gradient of the first micro-batch is still there in the second's first part, and the other
+    # way round in the second parts, the later of which adds one gradient at a time: 10 + 140.
+    assert [moment.peak_bytes for moment in moments[2:6]] == [
+        300 + 100 + 10 + 90 - 50,
+        300 + 100 + 10 + 10 + 90 - 50,
+        300 + 100 + 10 + 10 + 190 - 50,
+        300 + 50 + 100 + 10 + 140 - 50,
+    ]
