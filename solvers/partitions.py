@@ -32,8 +32,8 @@ _GREEDY = 8
 class Partitions:
     """The ways to cut a table into stages, and the bounds of their stages, which are sharpened from outside."""
 
-    def __init__(self, costs: StageCosts, most: int = MOST_INTERVALS) -> None:
-        self.costs, self.most = costs, most
+    def __init__(self, costs: StageCosts) -> None:
+        self.costs = costs
         tables = costs.tables
         self._more = tables.micro_batches - 1
         self._where = costs.contents.where
@@ -44,6 +44,11 @@ class Partitions:
         self._horizon = -1
         self._stages: list[Intervals] | None = []
         self._greedy: list[tuple[int, ...]] = []
+
+    @property
+    def incomplete(self) -> bool:
+        """Whether there are too many intervals to look at all partitions: then none proves that none is left."""
+        return self._stages is None
 
     def contents(self, cuts: tuple[int, ...]) -> list[int]:
         """The content of each stage."""
@@ -104,7 +109,7 @@ class Partitions:
         self._stages = self._within((self._horizon - 1 - self._least_sum) // self._more if self._more else FORBIDDEN)
 
     def _within(self, limit: int) -> list[Intervals] | None:
-        return within(self._where, self._sizes, self._bounds, limit, self.most)
+        return within(self._where, self._sizes, self._bounds, limit, MOST_INTERVALS)
 
     def _spread(self) -> tuple[int, ...] | None:
         return spread(self._where, self._bounds, self._least_sum // (2 * len(self._bounds)))

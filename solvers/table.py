@@ -71,22 +71,25 @@ def search_table(
         return search
     costs = StageCosts.of(tables, is_compiled(engine))
     if tables.tied and len(tables.time_ns) > 1:
-        _search_tied(search, costs, halted)
+        _search_tied(search, costs, quick, halted)
     else:
         _search(search, Partitions(costs), quick, halted)
     return search
 
 
-def _search_tied(search: TableSearch, costs: StageCosts, halted: Callable[[], bool]) -> None:
-    """Fill `search`, one strategy of embed and head after the other, in the order of their lower bounds."""
+def _search_tied(search: TableSearch, costs: StageCosts, quick: int, halted: Callable[[], bool]) -> None:
+    """Fill `search`, one strategy of embed and head after the other, in the order of their lower bounds.
+
+    quick: a lower bound of all.
+    """
     variants = []
     for strategy in _end_strategies(search.tables, costs):
         partitions = Partitions(costs.held(strategy))
         found = partitions.best(search.best_ns)
         if found is not None:
-            variants.append((found.value, strategy, partitions))
-        elif partitions.possible():
-            variants.append((search.best_ns, strategy, partitions))
+            variants.append((max(quick, found.value), strategy, partitions))
+        elif partitions.incomplete or partitions.possible():
+            variants.append((quick if partitions.incomplete else search.best_ns, strategy, partitions))
     variants.sort(key=lambda variant: variant[:2])
     lower = INFEASIBLE
     for place, (floor, _, partitions) in enumerate(variants):
@@ -122,8 +125,9 @@ def _search(search: TableSearch, partitions: Partitions, floor: int, halted: Cal
     while True:
         found = partitions.best(search.best_ns)
         if found is None:
-            possible = search.cuts is not None or partitions.possible()
-            search.lower_ns = search.best_ns if possible else INFEASIBLE
+            if not partitions.incomplete:
+                possible = search.cuts is not None or partitions.possible()
+                search.lower_ns = search.best_ns if possible else INFEASIBLE
             search.done = True
             return
         search.lower_ns = max(search.lower_ns, found.value)
