@@ -108,6 +108,8 @@ def _why_block_illegal(strategy: Strategy, kind: LayerKind) -> str | None:
     if kind.attention is None:
         return f"{strategy}: nothing is known of the attention heads of {kind.class_name}"
     heads, kv_heads, ways = kind.attention.heads, kind.attention.kv_heads, strategy.tp * strategy.sp
+    if (strategy.sp > 1 or strategy.cp > 1) and kind.sequence_reason:
+        return f"{strategy}: the sequence of {kind.class_name} cannot be cut: {kind.sequence_reason}"
     if strategy.sp > 1 and (heads % ways or kv_heads % ways):
         beside = f" beside tp {strategy.tp}" if strategy.tp > 1 else ""
         return f"sp {strategy.sp}{beside} does not divide heads {heads} and kv heads {kv_heads} of {kind.class_name}"
@@ -146,7 +148,7 @@ def why_optimizer_not_runnable(optimizer: Optimizer) -> str | None:
 def why_not_runnable(strategy: Strategy, role: Role = "block") -> str | None:
     """Why the runtime of this version cannot run a strategy in a layer of this role."""
     missing = {
-        "Ulysses sequence parallelism": strategy.sp > 1,
+        "sequence-parallel norms with Ulysses": strategy.sp > 1 and strategy.sequence_norms,
         "context parallelism": strategy.cp > 1,
         "expert parallelism": strategy.ep > 1,
         "selective recompute": strategy.recompute == "selective",

@@ -66,7 +66,7 @@ class LayerKind:
     tp_degrees: the tensor-parallel degrees (> 1) that the block's own graph allows, of embed and head the
     vocabulary-parallel ones; `tp_reason` in words why no others ("heads 14, kv heads 2, width 1792");
     sequence_norms: whether those degrees also run with sequence-parallel norms; attention: of a block, None where it
-    is not known to have one of equal heads.
+    is not known to have one of equal heads; sequence_reason: why its sequence cannot be cut around it, if so.
     """
 
     name: str
@@ -77,6 +77,7 @@ class LayerKind:
     tp_reason: str = ""
     sequence_norms: bool = False
     attention: Attention | None = omitted(None)
+    sequence_reason: str = omitted("")
 
     @property
     def vocabulary(self) -> Parameter | None:

@@ -7,21 +7,19 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from autopar.axes import Layout, Placement, RankMesh
 from autopar.plan import Plan
 from autopar.runtime.arguments import argument, replace_argument
-from autopar.runtime.gradients import HeldParameter, TensorParallelCut, shard_of
+from autopar.runtime.gradients import HeldParameter, TensorParallelCut
 from autopar.runtime.groups import RankGroups
 from autopar.runtime.precision import Masters
 from autopar.runtime.randomness import BlockStream, agreed_seed
 from autopar.runtime.relayout import GroupOf, relayout
-from autopar.runtime.rows import own_rows
+from autopar.runtime.shares import shards_of, tensor_share
 from autopar.runtime.spec import DescribedModel
 from autopar.runtime.stage import LossFunction, StageBody, StageModule, same_tensors_again
 from autopar.runtime.stepping import stand_in
@@ -138,22 +136,27 @@ def _cut_blocks(
     cut: dict[int, BlockPlan] = {}
     for number, block in body.blocks().items():
         strategy, kind = plan.strategies[number + 1], body.structure.kinds[number]
-        if strategy.tp == 1:
+        if strategy.tp == strategy.sp == 1:
             continue
         # torch.export takes a second to load and is needed under tensor parallelism only.
-        from autopar.runtime.tensor_parallel import apply, check_plan
+        from autopar.runtime.tensor_parallel import Team, apply, check_plan
 
-        axes = mesh.place(strategy).tp
+        axes, along_sequence = mesh.place(strategy).tp, mesh.place(strategy).sp
         sizes = tuple(mesh.size((axis,)) for axis in axes)
-        block_plan = described.derivations[kind].plan(sizes, strategy.sequence_norms)
+        block_plan = described.derivations[kind].plan(sizes, strategy.sequence_norms, strategy.sp)
         where = mesh.coordinates(groups.rank)
         coordinate = tuple(where[axis] for axis in axes)
-        tensor_groups = _tensor_groups(groups, axes)
-        if (kind, axes, strategy.sequence_norms) not in checked:
-            checked.add((kind, axes, strategy.sequence_norms))
-            inputs = found.inputs[kind]
-            check_plan(block, block_plan, tensor_groups, coordinate, inputs.args, inputs.kwargs)
-        apply(block, block_plan, tensor_groups, coordinate)
+        tensor_groups = _tensor_groups(groups, axes) if axes else []
+        sequence = None
+        if along_sequence:
+            group = groups.along(along_sequence)
+            sequence = Team(strategy.sp, dist.get_rank(group), group)
+        key = (kind, axes, strategy.sequence_norms, along_sequence)
+        if key not in checked:
+            checked.add(key)
+            args, kwargs = found.inputs[kind].args, found.inputs[kind].kwargs
+            check_plan(block, block_plan, tensor_groups, coordinate, args, kwargs, sequence=sequence)
+        apply(block, block_plan, tensor_groups, coordinate, sequence=sequence)
         cut[number] = block_plan
     return cut
 
@@ -257,6 +260,8 @@ def _tensor_cuts(
     """How tensor parallelism cut each parameter of the stage that lies in a block or vocabulary which it cut."""
     found = {}
     for number, block_plan in block_plans.items():
+        if block_plan.tp == 1:
+            continue
         group = groups.along(plan.mesh.place(plan.strategies[number + 1]).tp)
         prefix = body.structure.block_path(number) + "."
         for name in body.structure.layer_parameters(body.model, number + 1):
@@ -339,9 +344,9 @@ def _held(
             cut = cuts.get(name)
             along_tp = placed.tp if layer in (0, last) and cut is None else ()
             copies, replicas = _axes_of_copies(mesh, placed, along_tp)
-            share: float | Tensor = _shards(parameter, rows) / mesh.size(copies)
+            share: float | Tensor = shards_of(parameter, rows) / mesh.size(copies)
             if cut is not None:
-                share = share * _tensor_share(cut, parameter, rows)
+                share = share * tensor_share(cut, parameter, rows)
             master = masters.of(name, parameter, None if cut is None else cut.piece)
             in_both = across and name in tied
             summed = () if strategy.zero > 1 else copies if rows is None else replicas
@@ -361,36 +366,3 @@ def _held(
                 )
             )
     return found
-
-
-def _shards(parameter: nn.Parameter, rows: dist.ProcessGroup | None) -> int:
-    """Over how many ranks ZeRO cut what is stepped of a parameter."""
-    if isinstance(parameter, DTensor):
-        return int(parameter.device_mesh.size(parameter.device_mesh.ndim - 1))
-    return 1 if rows is None else dist.get_world_size(rows)
-
-
-def _tensor_share(cut: TensorParallelCut, parameter: nn.Parameter, rows: dist.ProcessGroup | None) -> float | Tensor:
-    """One over the number of tensor-parallel ranks that hold each element of this rank's piece.
-
-    A number where it is the same for all elements, otherwise a tensor that broadcasts over the piece (fused weights
-    whose kv heads are fewer than the ranks).
-    """
-    if isinstance(cut.plan, WordPlan):
-        return 1.0
-    layout, sizes = cut.plan.layouts[cut.name], cut.plan.axis_sizes
-    share = torch.ones([1] * len(layout))
-    for axis, size in enumerate(sizes):
-        free = torch.ones([1] * len(layout), dtype=torch.bool)
-        for dim, part in enumerate(layout):
-            places = torch.zeros(part.local_size(sizes), dtype=torch.bool)
-            places[part.held_by_all(axis, sizes)] = True
-            if not places.all():
-                free = free & places.reshape([-1 if d == dim else 1 for d in range(len(layout))])
-        share = torch.where(free, share / size, share)
-    if bool((share == share.flatten()[0]).all()):
-        return float(share.flatten()[0])
-    if share.shape[0] > 1:
-        share = shard_of(parameter, share) if isinstance(parameter, DTensor) else share
-        share = own_rows(share, rows) if rows is not None else share
-    return share.to(parameter.device)

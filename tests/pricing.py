@@ -116,6 +116,9 @@ def layer_cost(
     )
 
 
+_ATTENTION = Attention(heads=4, kv_heads=4, head_dim=HIDDEN // 4)
+
+
 def model_file(
     blocks: int = 2,
     *,
@@ -123,11 +126,13 @@ def model_file(
     tied: bool = False,
     head_scale: float = 1.0,
     s_per_sample: float = 4e-4,
+    words_tp: tuple[int, ...] = (2, 3, 4),
+    attention: Attention | None = _ATTENTION,
 ) -> ModelFile:
     hidden, activation = HIDDEN, HIDDEN * SEQUENCE * 4
     words = {
         "parameters": (Parameter(name="w", shape=(VOCAB, hidden)),),
-        "tp_degrees": (2, 3, 4),
+        "tp_degrees": words_tp,
         "tp_reason": "words",
     }
     embed = LayerKind(name="embed", role="embed", class_name="Embedding", **words)  # type: ignore[arg-type]
@@ -139,7 +144,7 @@ def model_file(
         tp_degrees=tp_degrees,
         tp_reason=f"heads {max(tp_degrees, default=1)}",
         sequence_norms=True,
-        attention=Attention(heads=4, kv_heads=4, head_dim=HIDDEN // 4),
+        attention=attention,
     )
     head = LayerKind(name="head", role="head", class_name="Head", **words)  # type: ignore[arg-type]
     costs = [

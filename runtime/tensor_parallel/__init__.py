@@ -10,8 +10,9 @@ hold comes out whole and equal on each of them.
 """
 
 from autopar.runtime.tensor_parallel.check import check_plan
+from autopar.runtime.tensor_parallel.collectives import Team
 from autopar.runtime.tensor_parallel.derive import Derivation, derive
 from autopar.runtime.tensor_parallel.execute import LocalGraphs, apply
 from autopar.runtime.tensor_parallel.layout import BlockPlan
 
-__all__ = ["BlockPlan", "Derivation", "LocalGraphs", "apply", "check_plan", "derive"]
+__all__ = ["BlockPlan", "Derivation", "LocalGraphs", "Team", "apply", "check_plan", "derive"]

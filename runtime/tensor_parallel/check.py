@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopar.errors import RunError
+from autopar.runtime.tensor_parallel.collectives import Team
 from autopar.runtime.tensor_parallel.execute import apply
 from autopar.runtime.tensor_parallel.layout import BlockPlan
 from autopar.runtime.tensor_parallel.skeleton import in_order, parameter_names
@@ -30,18 +31,20 @@ def check_plan(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     tolerance: float = 1e-3,
+    sequence: Team | None = None,
 ) -> float:
     """The largest relative error of output, input gradients and parameter gradients against the unsharded block.
 
     block: whole, the same weights on every rank, and not changed; its copies get noise, because zero biases and unit
     norms hide errors, and run in float32 at least, because rounding in half precision is larger than many errors of a
     plan. args, kwargs: whole inputs, the same on every rank. Raises RunError, on all ranks alike, with the first wrong
-    tensor. Gradients and not only the output: without a gradient all-reduce the output is exact.
+    tensor. Gradients and not only the output: without a gradient all-reduce the output is exact. sequence: as in
+    `apply`; the gradients of parameters are then first added up over these ranks.
     """
     whole, kwargs = _noisy(block), in_order(parameter_names(block), kwargs)
     local = copy.deepcopy(whole)
-    apply(local, plan, groups, coordinate)
-    rank = plan.coordinates.index(tuple(coordinate))
+    apply(local, plan, groups, coordinate, sequence=sequence)
+    rank = plan.coordinates.index(tuple(coordinate)) if sequence is None else sequence.rank
     whole_inputs, local_inputs = _leaves((args, kwargs), None), _leaves((args, kwargs), (plan, rank))
     weight = torch.Generator().manual_seed(7)
     expected = _main_output(whole, whole_inputs)
@@ -61,15 +64,20 @@ def check_plan(
             errors[f"the gradient of input {i}"] = _error(_gradient(got), gradient, floor)
             first = False
     for (name, want), got in zip(whole.named_parameters(), local.parameters(), strict=True):
+        if sequence is not None:
+            got.grad = _gradient(got).contiguous()
+            dist.all_reduce(got.grad, group=sequence.group)
         errors[name] = _error(_gradient(got), plan.shard(name, _gradient(want), coordinate), floor)
     worst = torch.tensor(list(errors.values()), dtype=torch.float64, device=found.device)
-    dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=groups[-1])
+    for group in (*groups[-1:], *(() if sequence is None else (sequence.group,))):
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=group)
     for name, error in zip(errors, worst.tolist(), strict=True):
         if not error <= tolerance:
+            what = "Ulysses" if plan.sp > 1 else "tensor-parallel"
             raise RunError(
-                f"the tensor-parallel plan of {type(block).__name__} is wrong at {name}",
+                f"the {what} plan of {type(block).__name__} is wrong at {name}",
                 why=f"it differs by {error:.1e} (relative) from the unsharded block; allowed is {tolerance:.0e}",
-                fix="run this layer without tensor parallelism and report the block",
+                fix="run this layer data parallel and report the block",
             )
     return float(worst.max())
 
@@ -112,7 +120,7 @@ def _leaves(inputs: Any, part: tuple[BlockPlan, int] | None) -> Any:
 
 
 def _part(x: Tensor, plan: BlockPlan, rank: int) -> Tensor:
-    return x.chunk(plan.tp, 1)[rank] if plan.sequence_norms else x
+    return x.chunk(plan.sequence_parts, 1)[rank] if plan.sequence_parts > 1 else x
 
 
 def _main_output(block: nn.Module, inputs: Any) -> Tensor:

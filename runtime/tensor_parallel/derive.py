@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import Any
 
-from torch import nn
+from torch import fx, nn
 
 from autopar.axes import prime_factors
 from autopar.errors import InputError
+from autopar.model import Attention
 from autopar.runtime.tensor_parallel.calls import calls_of
 from autopar.runtime.tensor_parallel.choose import Choice
 from autopar.runtime.tensor_parallel.collectives import Team
@@ -20,6 +21,7 @@ from autopar.runtime.tensor_parallel.layout import BlockPlan, DimLayout, Paramet
 from autopar.runtime.tensor_parallel.rewrite import LocalGraph, Rewriter
 from autopar.runtime.tensor_parallel.skeleton import Skeleton, in_order, parameter_names
 from autopar.runtime.tensor_parallel.states import Classes, Flow, IllegalClassesError, flow
+from autopar.runtime.tensor_parallel.ulysses import SequenceFlow, UlyssesRewriter, attentions, sequence_flow
 
 
 @dataclass(eq=False)
@@ -60,23 +62,51 @@ class Derivation:
             return error.why
         return None
 
-    def plan(self, axis_sizes: tuple[int, ...], sequence_norms: bool = False) -> BlockPlan:
-        """The plan for prime axes, outermost first; raises InputError when they are not legal."""
-        if not axis_sizes or any(len(prime_factors(n)) != 1 for n in axis_sizes):
+    def why_no_ulysses(self) -> str | None:
+        """Why the block cannot run on parts of the sequence around its attention, or None."""
+        try:
+            sequence_flow(self.graph)
+        except InputError as error:
+            return error.why
+        except IllegalClassesError as error:
+            return str(error)
+        return None if self.attention else "it has no scaled_dot_product_attention of its own"
+
+    @cached_property
+    def attention(self) -> Attention | None:
+        """The heads of the block's attention operators as they run, None without any or where they differ."""
+        found = set()
+        for node in attentions(self.graph):
+            q, k = (x.meta["val"].shape for x in node.args[:2] if isinstance(x, fx.Node))
+            if len(q) < 3 or len(k) < 3 or q[-3] % k[-3]:
+                return None
+            found.add((int(q[-3]), int(k[-3]), int(q[-1])))
+        if len(found) != 1:
+            return None
+        ((heads, kv_heads, head_dim),) = found
+        return Attention(heads=heads, kv_heads=kv_heads, head_dim=head_dim)
+
+    def plan(self, axis_sizes: tuple[int, ...], sequence_norms: bool = False, sp: int = 1) -> BlockPlan:
+        """The plan for prime axes, outermost first; raises InputError when they are not legal.
+
+        sp: Ulysses over so many ranks; then there may be no axis.
+        """
+        if (not axis_sizes and sp == 1) or any(len(prime_factors(n)) != 1 for n in axis_sizes):
             raise ValueError(f"axis sizes must be primes, not {axis_sizes}")
-        solved = solve(self, axis_sizes, sequence_norms)
-        local = rewrite(solved, teams=None, coordinate=(0,) * len(axis_sizes))
+        solved = solve(self, axis_sizes, sequence_norms, sp)
+        local = rewrite(solved, None, (0,) * len(axis_sizes), Team(sp, 0))
         return BlockPlan(
             axis_sizes=tuple(axis_sizes),
             sequence_norms=sequence_norms,
             layouts=solved.layouts,
             calls=calls_of(self.graph, local.edits, set(self.trainable)),
+            sp=sp,
         )
 
 
 @dataclass(frozen=True, eq=False)
 class Solved:
-    """The classes of each axis, the flow under them and the layout of each parameter."""
+    """The classes of each axis, the flow under them and the layout of each parameter; with Ulysses its flow too."""
 
     graph: BlockGraph
     axis_sizes: tuple[int, ...]
@@ -84,6 +114,7 @@ class Solved:
     flow: Flow
     sequence: Factor | None
     layouts: dict[str, ParameterLayout]
+    parts: SequenceFlow | None = None
 
 
 def derivation_of(skeleton: Skeleton, graph: BlockGraph) -> Derivation:
@@ -113,8 +144,10 @@ def derive(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> D
     return derivation_of(skeleton, skeleton.trace(args, kwargs, block.training))
 
 
-def solve(derivation: Derivation, axis_sizes: tuple[int, ...], sequence_norms: bool) -> Solved:
+def solve(derivation: Derivation, axis_sizes: tuple[int, ...], sequence_norms: bool, sp: int = 1) -> Solved:
     """The classes, states and layouts on these axes; raises InputError when they are not legal."""
+    if sp > 1:
+        return _with_ulysses(derivation, axis_sizes, sequence_norms, sp)
     choice, graph, size = derivation.choice, derivation.graph, prod(axis_sizes)
     what = f"tensor parallel {size}{'s' if sequence_norms else ''} is not possible for {derivation.class_name}"
     why = choice.why_illegal(axis_sizes)
@@ -144,10 +177,49 @@ def solve(derivation: Derivation, axis_sizes: tuple[int, ...], sequence_norms: b
     return Solved(graph, tuple(axis_sizes), axes, states, sequence, layouts)
 
 
-def rewrite(solved: Solved, teams: list[Team] | None, coordinate: tuple[int, ...]) -> LocalGraph:
-    """The graph of the rank at these coordinates; `teams` are the axes and then all together, None: no groups."""
+def _with_ulysses(derivation: Derivation, axis_sizes: tuple[int, ...], sequence_norms: bool, sp: int) -> Solved:
+    graph, what = derivation.graph, f"Ulysses over {sp} ranks is not possible for {derivation.class_name}"
+    fix = "leave this block without sp"
+    why = derivation.why_no_ulysses()
+    if why is None and sequence_norms:
+        why = "sequence-parallel norms cut the same sequence"
+    if why is not None:
+        raise InputError(what, why=why, fix=fix)
+    parts, attention = sequence_flow(graph), derivation.attention
+    ways = prod(axis_sizes) * sp
+    if attention is None or attention.heads % ways or attention.kv_heads % ways:
+        raise InputError(what, why=f"{attention} is not divisible by {ways} ranks", fix=fix)
+    if parts.sequence.size % sp:
+        raise InputError(what, why=f"{sp} ranks do not divide the sequence of {parts.sequence.size}", fix=fix)
+    if axis_sizes:
+        return replace(solve(derivation, axis_sizes, False), sequence=parts.sequence, parts=parts)
+    states = Flow(raw=dict.fromkeys(graph.dims, ()), state=dict.fromkeys(graph.dims, ()))
+    layouts = {name: tuple(DimLayout(k) for k in shape) for name, shape in derivation.shapes.items()}
+    return Solved(graph, (), [], states, parts.sequence, layouts, parts)
+
+
+def rewrite(
+    solved: Solved, teams: list[Team] | None, coordinate: tuple[int, ...], sequence_team: Team | None = None
+) -> LocalGraph:
+    """The graph of the rank at these coordinates; `teams` are the axes and then all together, None: no groups.
+
+    sequence_team: the ranks that share the sequence under Ulysses.
+    """
     if teams is None:
         teams = make_teams(solved.axis_sizes, coordinate, None)
+    if solved.parts is not None:
+        assert sequence_team is not None
+        return UlyssesRewriter(
+            solved.graph,
+            solved.flow,
+            solved.axes,
+            solved.axis_sizes,
+            coordinate,
+            teams,
+            solved.sequence,
+            parts=solved.parts,
+            team=sequence_team,
+        ).run()
     return Rewriter(
         solved.graph, solved.flow, solved.axes, solved.axis_sizes, coordinate, teams, solved.sequence
     ).run()
@@ -161,6 +233,8 @@ def make_teams(axis_sizes: tuple[int, ...], coordinate: tuple[int, ...], groups:
     shapes = [*zip(axis_sizes, coordinate, strict=True), (prod(axis_sizes), place)]
     if groups is None:
         return [Team(*shape) for shape in shapes]
+    if not axis_sizes:
+        return []
     every = list(groups) if len(axis_sizes) > 1 else [groups[0], groups[0]]
     if len(every) != len(shapes):
         raise ValueError(f"{len(axis_sizes)} axes need {len(shapes)} process groups, not {len(every)}")

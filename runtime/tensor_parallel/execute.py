@@ -46,6 +46,7 @@ class LocalGraphs:
     plan: BlockPlan
     coordinate: tuple[int, ...]
     teams: list[Team]
+    sequence_team: Team | None = None
     compiled: dict[Key, Compiled] = field(default_factory=dict)
 
     def get(self, key: Key, args: tuple[Any, ...], kwargs: dict[str, Any], dtypes: dict[str, torch.dtype]) -> Compiled:
@@ -59,9 +60,9 @@ class LocalGraphs:
         self, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any], dtypes: dict[str, torch.dtype]
     ) -> Compiled:
         plan = self.plan
-        graph = self.skeleton.trace(args, kwargs, training, dtypes, plan.tp if plan.sequence_norms else 1)
+        graph = self.skeleton.trace(args, kwargs, training, dtypes, plan.sequence_parts)
         derivation = derivation_of(self.skeleton, graph)
-        solved = solve(derivation, plan.axis_sizes, plan.sequence_norms)
+        solved = solve(derivation, plan.axis_sizes, plan.sequence_norms, plan.sp)
         if solved.layouts != plan.layouts:
             wrong = next(name for name in plan.layouts if plan.layouts[name] != solved.layouts.get(name))
             raise RunError(
@@ -69,7 +70,7 @@ class LocalGraphs:
                 why=f"{wrong} would be cut differently for {graph.residual.meta['val'].shape}",
                 fix="keep this block data parallel, or keep the shapes it was planned for",
             )
-        local = rewrite(solved, self.teams, self.coordinate)
+        local = rewrite(solved, self.teams, self.coordinate, self.sequence_team)
         make_native(local.graph)
         root = nn.Module()
         for name, module in local.modules.items():
@@ -133,13 +134,15 @@ def apply(
     groups: Sequence[Any] | None,
     coordinate: tuple[int, ...],
     graphs: LocalGraphs | None = None,
+    sequence: Team | None = None,
 ) -> LocalGraphs:
     """The local graphs, after replacing the block's parameters by local ones and its forward by their runner.
 
     groups: the process group of each axis, then one of all axes when there are several, ranks row major over the
-    axes; None: collectives only change shapes. graphs: those of an earlier block, as LocalGraphs says. Names,
-    state-dict keys, requires_grad and hooks of the block stay. Raises ValueError for a block that is tensor parallel
-    already, the plan of another block, or groups in which this rank stands elsewhere.
+    axes; None: collectives only change shapes. graphs: those of an earlier block, as LocalGraphs says.
+    sequence: the ranks that share the sequence under Ulysses, None where the plan has none. Names, state-dict keys,
+    requires_grad and hooks of the block stay. Raises ValueError for a block that is tensor parallel already, the plan
+    of another block, or groups in which this rank stands elsewhere.
     """
     if isinstance(block.__dict__.get("forward"), Executor):
         raise ValueError("the block is tensor parallel already")
@@ -151,7 +154,9 @@ def apply(
         for team in teams:
             if team.group is not None and dist.get_rank(team.group) != team.rank:
                 raise ValueError(f"rank {dist.get_rank(team.group)} of its group stands at {coordinate}")
-        graphs = LocalGraphs(Skeleton(block), plan, coordinate, teams)
+        if (1 if sequence is None else sequence.ranks) != plan.sp:
+            raise ValueError(f"the plan cuts the sequence over {plan.sp} ranks, not {sequence}")
+        graphs = LocalGraphs(Skeleton(block), plan, coordinate, teams, sequence)
     executor = Executor(block, graphs)
     local: dict[int, nn.Parameter] = {}
     for name, p in list(block.named_parameters(remove_duplicate=False)):

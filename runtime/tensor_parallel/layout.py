@@ -127,18 +127,25 @@ class BlockPlan:
     """How the ranks of a tensor-parallel group hold and run one block; the same for every batch and sequence.
 
     axis_sizes: the prime axes, outermost first; ranks are numbered row major over them. layouts: of every parameter by
-    its name. calls: the collectives of one forward and backward at the traced sequence length.
+    its name. calls: the collectives of one forward and backward at the traced sequence length. sp: over how many ranks
+    the sequence is cut around the attention, for each of the tensor-parallel ranks.
     """
 
     axis_sizes: tuple[int, ...]
     sequence_norms: bool
     layouts: dict[str, ParameterLayout]
     calls: tuple[TensorParallelCall, ...]
+    sp: int = 1
 
     @property
     def tp(self) -> int:
         """The tensor-parallel degree."""
         return prod(self.axis_sizes)
+
+    @property
+    def sequence_parts(self) -> int:
+        """Into how many parts the sequence of the block's activation is cut."""
+        return self.sp * (self.tp if self.sequence_norms else 1)
 
     @cached_property
     def coordinates(self) -> tuple[tuple[int, ...], ...]:

@@ -103,12 +103,21 @@ class Rewriter:
 
     # Sizes.
 
+    @property
+    def sequence_ranks(self) -> int:
+        """The ranks that share the sequence where it is cut."""
+        return prod(self.axis_sizes)
+
+    def is_part(self, node: fx.Node) -> bool:
+        """Whether a node works on a part of the sequence."""
+        return self.flow.raw[node][0] is State.SEQUENCE
+
     def local(self, factor: Factor, part: bool = False) -> int:
         """The local size of a dimension; `part`: of a tensor that holds a part of the sequence."""
         root = find(factor)
         if root.kind == "leaf":
             cuts = prod(n for n, classes in zip(self.axis_sizes, self.axes, strict=True) if root in classes)
-            return root.size // cuts // (prod(self.axis_sizes) if part and root is self.sequence else 1)
+            return root.size // cuts // (self.sequence_ranks if part and root is self.sequence else 1)
         sizes = [self.local(f, part) for f in root.parts]
         return sum(sizes) if root.kind == "cat" else prod(sizes)
 
@@ -143,7 +152,7 @@ class Rewriter:
 
     def _together(self, axes: set[int]) -> list[tuple[int, ...]]:
         """All axes at once where the edit is on all of them, otherwise one after the other."""
-        return [tuple(sorted(axes))] if len(axes) == len(self.axes) else [(i,) for i in sorted(axes)]
+        return [tuple(sorted(axes))] if axes and len(axes) == len(self.axes) else [(i,) for i in sorted(axes)]
 
     def _once(
         self, kind: EditKind, axes: tuple[int, ...], source: fx.Node, value: fx.Node, module: nn.Module
@@ -186,16 +195,23 @@ class Rewriter:
 
     def _fork_random(self, node: fx.Node, copy: fx.Node) -> None:
         """Draw other random numbers on ranks that hold other parts; the same ones where they hold the same."""
-        cut = [i for i, state in enumerate(self.flow.raw[node]) if state in (State.SHARDED, State.SEQUENCE)]
-        if not cut or not _is_random(node):
+        cut = self._cut_axes(node)
+        if not cut or not is_random(node):
             return
-        place = 0
-        for axis in cut:
-            place = place * self.axis_sizes[axis] + self.coordinate[axis]
         name = f"tp_random_{len(self.modules)}"
-        self.modules[name] = ForkedRandom(copy.target, place)
+        self.modules[name] = self._forked(copy, cut)
         self._new[node] = self.graph.call_module(name, copy.args, copy.kwargs)
         self.graph.erase_node(copy)
+
+    def _cut_axes(self, node: fx.Node) -> list[int]:
+        states = enumerate(self.flow.raw[node])
+        return [i for i, state in states if state in (State.SHARDED, State.SEQUENCE)]
+
+    def _forked(self, copy: fx.Node, cut: list[int], place: int = 0) -> ForkedRandom:
+        """A random operator with a stream for each place along these axes, `place` being the outermost."""
+        for axis in cut:
+            place = place * self.axis_sizes[axis] + self.coordinate[axis]
+        return ForkedRandom(copy.target, place)
 
     def _placeholder(self, node: fx.Node) -> None:
         """Cut side inputs, buffers and constants; add up the gradient of what only some axes cut."""
@@ -225,7 +241,7 @@ class Rewriter:
     # Size arguments.
 
     def _resize(self, node: fx.Node, copy: fx.Node) -> None:
-        part = self.flow.raw[node][0] is State.SEQUENCE
+        part = self.is_part(node)
         tensors = self.source.tensors_of(node)
         inputs = [x for x in node.all_input_nodes if x in self.flow.state]
         involved = [dim for x in [node, *inputs] for dims in self.source.tensors_of(x) for dim in dims]
@@ -260,7 +276,7 @@ class Rewriter:
 
     def _recut(self, node: fx.Node, copy: fx.Node, args: list[Any]) -> list[Any]:
         cut, name = self.source.cuts[node], op_name(node)
-        part = self.flow.raw[node][0] is State.SEQUENCE
+        part = self.is_part(node)
         if cut.pieces:
             copy.target, copy.kwargs = aten.split_with_sizes.default, {}
             return [args[0], [self.local(dims[cut.dim], part) for dims in self.source.tensors_of(node)], cut.dim]
@@ -277,7 +293,7 @@ class Rewriter:
         return [args[0], cut.dim, start, stop]
 
 
-def _is_random(node: fx.Node) -> bool:
+def is_random(node: fx.Node) -> bool:
     """Whether a node draws random numbers."""
     name, target = op_name(node), node.target
     if name in ("dropout", "dropout_", "feature_dropout", "native_dropout"):

@@ -1,0 +1,186 @@
+"""Ulysses: a block on a part of the sequence, with its attention on all of the sequence and a part of the heads.
+
+Every operator but scaled_dot_product_attention treats places alike and runs on the own part; around the attention
+queries, keys, values and its output change hands (all-to-all). Side inputs that carry the sequence are whole and cut
+where they meet a part; masks are whole, as the attention is. Gradients of parameters are partial sums, which whoever
+holds the parameters adds up over the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+
+from autopar.runtime.tensor_parallel.collectives import Copy, Slice, Team
+from autopar.runtime.tensor_parallel.factors import Dims, Factor, leaves
+from autopar.runtime.tensor_parallel.graph import BlockGraph, op_name, sequence_leaf
+from autopar.runtime.tensor_parallel.rewrite import Rewriter, is_random
+from autopar.runtime.tensor_parallel.states import IllegalClassesError
+
+ATTENTION = "scaled_dot_product_attention"
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceFlow:
+    """Which nodes hold a part of the sequence, and on which edges a whole tensor is cut."""
+
+    sequence: Factor
+    parts: frozenset[fx.Node]
+    cuts: frozenset[tuple[fx.Node, fx.Node]]
+
+
+def attentions(graph: BlockGraph) -> list[fx.Node]:
+    """The attention operators of a block."""
+    return [node for node in graph.nodes if node.op == "call_function" and op_name(node) == ATTENTION]
+
+
+def sequence_flow(graph: BlockGraph) -> SequenceFlow:
+    """The parts of a block whose sequence is cut around its attention; IllegalClassesError when that cannot be."""
+    sequence = sequence_leaf(graph)
+    parts: set[fx.Node] = set()
+    cuts: set[tuple[fx.Node, fx.Node]] = set()
+    for node in graph.nodes:
+        if node is graph.residual:
+            parts.add(node)
+        if node.op != "call_function" or node not in graph.dims:
+            continue
+        inputs = [x for x in node.all_input_nodes if x in graph.dims]
+        inside = [x for x in inputs if x in parts]
+        if not inside:
+            continue
+        if op_name(node) == ATTENTION:
+            _check_attention(graph, node, parts, sequence)
+        else:
+            summed = {leaf for f in graph.contracted.get(node, ()) for leaf in leaves(f)}
+            blocked = {leaf for f in graph.blocked_at.get(node, ()) for leaf in leaves(f)}
+            carry = [x for x in inputs if x in parts or _places(graph, x, sequence)]
+            if sequence in summed | blocked or not all(_once(graph, x, sequence) for x in (node, *carry)):
+                raise IllegalClassesError(f"{op_name(node)} {tuple(_shape(node))} needs the whole sequence")
+            cuts |= {(node, x) for x in carry if x not in parts}
+        parts.add(node)
+    if graph.main not in parts:
+        raise IllegalClassesError("the output does not keep the sequence")
+    if any(node in parts for node in graph.outputs if node is not graph.main):
+        raise IllegalClassesError("a second output carries the sequence")
+    return SequenceFlow(sequence, frozenset(parts), frozenset(cuts))
+
+
+def _shape(node: fx.Node) -> Sequence[int]:
+    return getattr(node.meta["val"], "shape", ())
+
+
+def _places(graph: BlockGraph, node: fx.Node, sequence: Factor) -> int:
+    """How often the sequence occurs in the tensors of a node, at most."""
+    return max(sum(leaf is sequence for dim in dims for leaf in leaves(dim)) for dims in graph.tensors_of(node))
+
+
+def _once(graph: BlockGraph, node: fx.Node, sequence: Factor) -> bool:
+    """Whether each tensor of a node has the sequence in exactly one place."""
+    return all(sum(leaf is sequence for dim in dims for leaf in leaves(dim)) == 1 for dims in graph.tensors_of(node))
+
+
+def _check_attention(graph: BlockGraph, node: fx.Node, parts: set[fx.Node], sequence: Factor) -> None:
+    """Queries, keys and values are [..., heads, sequence, width] of this sequence; a mask is whole."""
+    for x in node.args[:3]:
+        dims: Dims = graph.tensors_of(x)[0] if isinstance(x, fx.Node) else []
+        if x not in parts or len(dims) < 3 or leaves(dims[-2]) != [sequence] or not _once(graph, x, sequence):
+            raise IllegalClassesError("an attention that is not over the block's own sequence")
+    if any(x in parts for x in node.all_input_nodes if x not in node.args[:3]):
+        raise IllegalClassesError("an attention mask that is made of the hidden state")
+
+
+@dataclass
+class UlyssesRewriter(Rewriter):
+    """Rewrites a block graph for one rank of `team`, beside tensor parallelism if there is any."""
+
+    parts: SequenceFlow = field(kw_only=True)
+    team: Team = field(kw_only=True)
+
+    @property
+    def sequence_ranks(self) -> int:
+        """The ranks that share the sequence."""
+        return self.team.ranks
+
+    def is_part(self, node: fx.Node) -> bool:
+        """Whether a node works on a part of the sequence."""
+        return node in self.parts.parts
+
+    def _edge(self, user: fx.Node, node: fx.Node) -> fx.Node:
+        value = super()._edge(user, node)
+        if (user, node) in self.parts.cuts:
+            part = Slice(self.team, self._shape(node, True), self._outer(node))
+            value = self._once("slice", (), node, value, part)
+        return value
+
+    def _placeholder(self, node: fx.Node) -> None:
+        """The gradient of a side input is the sum over the parts."""
+        side = node in self.source.inputs and node is not self.source.residual
+        if side and node.meta["val"].is_floating_point():
+            name = f"sp_copy_{len(self.modules)}"
+            self.modules[name] = Copy(self.team)
+            self._new[node] = self.graph.call_module(name, (self._new[node],))
+        super()._placeholder(node)
+
+    def _fork_random(self, node: fx.Node, copy: fx.Node) -> None:
+        if not self.is_part(node):
+            super()._fork_random(node, copy)
+            return
+        target: Any = copy.target
+        random = is_random(node)
+        if random:
+            target = self._forked(copy, self._cut_axes(node), self.team.rank)
+        if op_name(node) == ATTENTION:
+            target = Exchanged(self.team, target)
+        elif not random:
+            return
+        name = f"sp_{op_name(node)}_{len(self.modules)}"
+        self.modules[name] = target
+        self._new[node] = self.graph.call_module(name, copy.args, copy.kwargs)
+        self.graph.erase_node(copy)
+
+
+class Exchanged(nn.Module):
+    """An attention of which each rank does its part of the heads, on the whole sequence."""
+
+    def __init__(self, team: Team, attention: Any) -> None:
+        super().__init__()
+        self.team, self.attention = team, attention
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """The own part of the sequence, of all heads, from the same of queries, keys and values."""
+        q, k, v = (_Exchange.apply(x, self.team, -3, -2) for x in (q, k, v))
+        mask = kwargs.pop("attn_mask", mask)
+        if mask is not None and mask.dim() > 2 and mask.shape[-3] > 1:
+            mask = mask.chunk(self.team.ranks, -3)[self.team.rank]
+        out: Tensor = _Exchange.apply(self.attention(q, k, v, mask, *args, **kwargs), self.team, -2, -3)
+        return out
+
+
+class _Exchange(torch.autograd.Function):
+    """From the whole of dimension `cut` and a part of `joined` to the reverse; the backward goes back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, team: Team, cut: int, joined: int) -> Tensor:
+        ctx.rest = (team, joined, cut)
+        return _exchange(x, team, cut, joined)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return _exchange(grads[0], *ctx.rest), None, None, None
+
+
+def _exchange(x: Tensor, team: Team, cut: int, joined: int) -> Tensor:
+    given = torch.stack(x.chunk(team.ranks, cut))
+    taken = torch.empty_like(given)
+    if team.group is None:
+        taken.copy_(given[team.rank].expand_as(taken))
+    else:
+        dist.all_to_all_single(taken, given, group=team.group)
+    return torch.cat(taken.unbind(), joined)

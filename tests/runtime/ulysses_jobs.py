@@ -1,0 +1,48 @@
+"""What the tests of Ulysses run on real ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autopar.errors import AutoparError
+from autopar.runtime.models import build_model
+from autopar.runtime.parallel import parallelize
+from autopar.runtime.tensor_parallel import ulysses
+from tests.runtime.rank_jobs import make_plan
+
+
+def faulty(source: str, strategies: list[str], fault: str) -> str:
+    """What parallelize says when the attention exchanges nothing, or puts the parts of others in a wrong order."""
+    real = ulysses._exchange
+    faults: dict[str, Any] = {
+        "own part only": lambda x, team, cut, joined: x,
+        "wrong order": lambda x, team, cut, joined: real(x, team, cut, joined).flip(joined),
+    }
+    ulysses._exchange = faults[fault]
+    try:
+        parallelize(build_model(source), make_plan(source, strategies, world=dist.get_world_size()))
+    except AutoparError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        ulysses._exchange = real
+    return "not caught"
+
+
+def exchanged(heads: int, sequence: int) -> dict[str, float]:
+    """There and back again: the error of an exchange against cutting the whole, and of the way back."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    team = ulysses.Team(size, rank, dist.group.WORLD)
+    whole = torch.randn(2, heads, sequence, 3, generator=torch.Generator().manual_seed(0))
+    part = whole.chunk(size, 2)[rank].clone().requires_grad_()
+    moved = ulysses._Exchange.apply(part, team, -3, -2)
+    back = ulysses._Exchange.apply(moved, team, -2, -3)
+    moved.sum().backward(retain_graph=True)
+    assert part.grad is not None
+    return {
+        "there": float((moved - whole.chunk(size, 1)[rank]).abs().max()),
+        "back": float((back - part).abs().max()),
+        "gradient": float((part.grad - 1).abs().max()),
+    }
