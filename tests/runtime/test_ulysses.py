@@ -29,6 +29,7 @@ PLAIN = "examples/gpt.py:build(width=32, heads=4, blocks=2, vocab=67, context=16
 STAGES = {"pp": 2, "layers_per_stage": [2, 2], "micro_batches": 2}
 
 PLANS: dict[str, tuple[str, list[str], int, dict[str, Any]]] = {
+    "sharded, and beside tensor parallelism": (GPT2, ["dp2-tp2", "dp2-z3-sp2", "tp2-sp2", "dp2-tp2"], 4, {}),
     "every kind of neighbour": (
         LLAMA4,
         ["dp2-z3-tp2", "dp2-z3-sp2", "tp2-sp2", "dp4-z3", "dp2-sp2-r", "dp4"],
