@@ -202,6 +202,18 @@ def test_a_bug_keeps_its_traceback(folder: Path) -> None:
     assert "ZeroDivisionError: planted" in done.stderr
 
 
+def test_a_model_is_planned_for_a_device_that_is_not_here(tmp_path: Path) -> None:
+    source = f"{ROOT}/examples/gpt.py:build(width=32, heads=4, blocks=4, vocab=64, context=32)"
+    counted = autopar(("profile", "model", source, "--seq", "32", "--for", "a100-80g", "--nproc", "1"), tmp_path)
+    assert counted.returncode == 0, counted.stderr
+    found = autopar(("search", "--model", "model.json", "--cluster", "a100-80g:1x2", "--global-batch", "8"), tmp_path)
+    assert found.returncode == 0, found.stderr
+    plan = Plan.load(tmp_path / "plan.json")
+    assert plan.predicted is not None
+    assert plan.predicted.origin == "assumed"
+    assert (plan.cluster.device, plan.request.dtype, plan.model.source) == ("cuda", "bfloat16", source)
+
+
 def test_ctrl_c_in_a_search_keeps_the_best_so_far_and_ends_with_130(tmp_path: Path) -> None:
     model_file, cluster_file = measured(blocks=96, world_size=64, tp_degrees=(2, 4, 8))
     model_file.save(tmp_path / "model.json")
