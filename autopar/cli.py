@@ -282,6 +282,21 @@ def run(
 
 
 @app.command()
+def calibrate(
+    cluster: Annotated[Path, typer.Argument(metavar="CLUSTER", help="A cluster.json.")],
+    runs: Annotated[Path, typer.Option(help="Measured runs: JSON objects with a plan and its step_s.")],
+    output: Out,
+    model: Annotated[Path | None, typer.Option(help="The model.json of runs that name none.")] = None,
+    json: Json = False,
+) -> None:
+    """Correct CLUSTER by measured runs; its predictions then carry an 80 % interval. Loads no torch."""
+    from autopar import calibrating, report
+
+    found = calibrating.calibrate_files(cluster, runs, model=model, output=output)
+    _answer(found.dumps() if json else _shown(*report.calibration_parts(found, output)))
+
+
+@app.command()
 def verify(
     plan: Annotated[Path | None, typer.Argument(metavar="PLAN", help="A plan.json.")] = None,
     model: Annotated[str | None, typer.Option(help="MODEL, to verify random plans for it instead.")] = None,

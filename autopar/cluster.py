@@ -64,13 +64,33 @@ def usable_bytes(device: Literal["cpu", "cuda"], memory_bytes: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """What whole runs showed of a cluster: compute_factor multiplies the seconds of all layers.
+
+    runs: how many were fitted; median_error: what is left of their relative error; log_spread: 80 % of predictions are
+    expected within exp(-log_spread) .. exp(log_spread) of the measured step.
+    """
+
+    compute_factor: float = 1.0
+    runs: int = 0
+    median_error: float = 0.0
+    log_spread: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.compute_factor < 1e6:
+            raise ValueError(f"Calibration.compute_factor must be positive, is {self.compute_factor}")
+        if self.runs < 0 or not 0 <= self.median_error < 1e6 or not 0 <= self.log_spread < 100:
+            raise ValueError("Calibration.runs, median_error and log_spread must not be negative")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ClusterSpec:
     """`world_size` equal ranks, `ranks_per_node` on each node.
 
     device: "cpu" or "cuda"; device_name: the maker's name; memory_bytes: what one rank may use in all.
     compute_speedup: entry k-1 is the speed of a rank while k ranks of its node compute, relative to all at once
     (processes that share the cores of a machine); empty where ranks do not slow each other. updates, zero: measured
-    with all ranks at once; empty and None: assumed, see autopar.work.
+    with all ranks at once; empty and None: assumed, see autopar.work. calibration: of `autopar calibrate`, if it ran.
     Raises ValueError for sizes that make no machine.
     """
 
@@ -83,6 +103,7 @@ class ClusterSpec:
     compute_speedup: tuple[float, ...] = ()
     updates: tuple[UpdateCost, ...] = omitted(())
     zero: ZeroCost | None = omitted(None)
+    calibration: Calibration | None = omitted(None)
 
     def __post_init__(self) -> None:
         for field, limit in (("world_size", 1 << 20), ("ranks_per_node", 1 << 20), ("memory_bytes", 1 << 60)):
@@ -103,3 +124,8 @@ class ClusterSpec:
     def usable_bytes(self) -> int:
         """Bytes of live tensors that one rank can hold: the budget where none is given."""
         return usable_bytes(self.device, self.memory_bytes)
+
+    @property
+    def compute_factor(self) -> float:
+        """By what the seconds of layers are multiplied."""
+        return 1.0 if self.calibration is None else self.calibration.compute_factor

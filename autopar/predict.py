@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from math import ceil
+from math import ceil, exp
 from typing import TypedDict
 
 from autopar.axes import Layout, RankMesh
@@ -140,7 +140,15 @@ def predict(
         memory=memory,
         worst_rank=peaks.index(max(peaks)),
         origin=weakest(*(work.origin for work in found.works)),
+        step_s_interval=_interval_s(step_s, cluster),
     )
+
+
+def _interval_s(step_s: float, cluster: ClusterSpec) -> tuple[float, float] | None:
+    if cluster.calibration is None or not cluster.calibration.runs:
+        return None
+    factor = exp(cluster.calibration.log_spread)
+    return step_s / factor, step_s * factor
 
 
 def timeline(plan: Plan, model: ModelSpec, layers: LayerProfile, cluster: ClusterSpec, links: LinkProfile) -> Timeline:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autopar.measured import ClusterFile, ModelFile
 from autopar.model import layer_names
-from autopar.plan import Plan
+from autopar.plan import Plan, Prediction
 from autopar.schedules import stage_rank
 from autopar.strategy import Strategy
 from autopar.units import format_bytes, format_seconds
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
+    from autopar.calibrating import Calibrated
     from autopar.demo import Demo
     from autopar.outcome import Outcome
     from autopar.runtime.verify import Comparison
@@ -108,7 +111,8 @@ def plan_facts(plan: Plan) -> str:
         worst = plan.predicted.memory[plan.predicted.worst_rank]
         parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in worst.parts_bytes.items() if size)
         lines += [
-            f"predicted step {format_seconds(plan.predicted.step_s)} ({plan.predicted.origin})",
+            f"predicted step {format_seconds(plan.predicted.step_s)} ({plan.predicted.origin})"
+            + _interval(plan.predicted),
             f"predicted peak {format_bytes(worst.peak_bytes)} on rank {plan.predicted.worst_rank} "
             f"of a budget of {format_bytes(budget_bytes)}: {parts}",
         ]
@@ -160,6 +164,31 @@ def random_plans_words(found: Sequence[VerifiedPlan], *, nproc: int, seed: int) 
         f"largest relative errors: loss {largest['loss']:.1e}, gradients {largest['gradient']:.1e}, "
         f"weights {largest['weight']:.1e}"
     )
+
+
+def _interval(predicted: Prediction) -> str:
+    if predicted.step_s_interval is None:
+        return ""
+    low_s, high_s = predicted.step_s_interval
+    return f", 80 % of such predictions within {format_seconds(low_s)} .. {format_seconds(high_s)}"
+
+
+def calibration_parts(found: Calibrated, output: Path) -> tuple[RenderableType, ...]:
+    """The factors of a calibration, and what they do to the error over the runs."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for column in ("factor", "value", "80 % interval"):
+        table.add_column(column, justify="left" if column == "factor" else "right")
+    for factor in found.factors:
+        table.add_row(factor.name, f"{factor.value:.3f}", f"{factor.low:.3f} .. {factor.high:.3f}")
+    calibration = found.file.cluster.calibration
+    assert calibration is not None
+    words = (
+        f"{calibration.runs} runs: median error {found.before:.1%} before, {found.after:.1%} after; "
+        f"80 % of predictions within a factor {math.exp(calibration.log_spread):.3f}"
+    )
+    return table, words, f"wrote {output}"
 
 
 def measured_table(plan: Plan, *, step_s: float, peak_memory_bytes: Sequence[int]) -> Table:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar import compute
 from autopar.axes import Layout, RankMesh
@@ -76,7 +76,10 @@ def layer_work(
     new parameters.
     """
     place = mesh.place(strategy)
-    forward, backward = compute.forward(cost, samples), compute.backward(cost, samples)
+    forward, backward = (
+        replace(found, seconds=found.seconds * cluster.compute_factor)
+        for found in (compute.forward(cost, samples), compute.backward(cost, samples))
+    )
     origins = [cost.origin, forward.origin, backward.origin]
     recompute = strategy.recompute == "full"
 
