@@ -36,12 +36,7 @@ def on_device(model: ModelFile, device: Device) -> ModelFile:
 
     Raises InputError for a profile whose bytes are not those of 16-bit numbers: the device is rated in them.
     """
-    if DTYPE_BYTES[model.layers.dtype] != 2:
-        raise InputError(
-            f"the profile of {model.model.name} is in {model.layers.dtype}",
-            why=f"{device.name} is priced in 16 bits",
-            fix="profile it again with --dtype bf16",
-        )
+    check_dtype(model.layers.dtype, model.model.name, device)
     kinds = {kind.name: kind for kind in model.model.kinds}
     costs = []
     for cost in model.layers.costs:
@@ -50,6 +45,16 @@ def on_device(model: ModelFile, device: Device) -> ModelFile:
         costs.append(replace(cost, forward_s=forward_s, backward_s=backward_s, origin="assumed"))
     layers = replace(model.layers, device="cuda", device_name=device.name, processes=1, costs=tuple(costs))
     return replace(model, layers=layers)
+
+
+def check_dtype(dtype: str, name: str, device: Device) -> None:
+    """Return for a dtype of 16 bits; InputError for another."""
+    if DTYPE_BYTES[dtype] != 2:
+        raise InputError(
+            f"{name} in {dtype} has no seconds on {device.name}",
+            why="shipped devices are priced in 16 bits",
+            fix=f"autopar profile model MODEL --for {device.name}, in bf16",
+        )
 
 
 def seconds(

@@ -7,7 +7,7 @@ those of a shipped device (autopar.elsewhere).
 from __future__ import annotations
 
 from autopar.axes import divisors
-from autopar.elsewhere import on_device
+from autopar.elsewhere import check_dtype, on_device
 from autopar.errors import InputError
 from autopar.measured import LayerCost, LayerProfile, ModelFile
 from autopar.profiler.layers import LayerBench
@@ -38,6 +38,7 @@ def count_model(
     Raises InputError for what is no model, for one whose course depends on the numbers in its tensors (as experts
     chosen by token do), and for a dtype that is not of 16 bits.
     """
+    check_dtype(dtype_name(dtype), source, device)
     command = f"autopar profile model {source!r} --for {device.name} --seq {sequence}"
     try:
         with shapes_only(), unpacked():
