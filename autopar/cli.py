@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Literal, NoReturn, cast, get_args
 
 import typer
 
@@ -126,19 +126,44 @@ def profile_model(
     _answer(found.dumps() if json else _shown(model_table(found)))
 
 
+def _batches(text: str) -> str:
+    """The numbers of `64` or `64,128` as they are; a usage error for others."""
+    for part in text.split(","):
+        if not part.strip().isascii() or not part.strip().isdigit() or not 1 <= int(part) <= 1 << 30:
+            raise typer.BadParameter(f"{part.strip()[:40]!r} is not in the range 1<=x<={1 << 30}")
+    return text
+
+
+def _schedules(names: list[str] | None) -> list[str] | None:
+    """The names of schedules as they are; a usage error for others."""
+    for name in names or ():
+        if name not in get_args(Schedule):
+            raise typer.BadParameter(f"{name[:40]!r} is not one of {', '.join(get_args(Schedule))}")
+    return names
+
+
 @app.command()
 def search(
     model: Annotated[str, typer.Option(help="A model.json of `profile model`, or a shipped name (llama2-7b).")],
     cluster: Annotated[
         str, typer.Option(help="A cluster.json of `profile cluster`, or a shipped name (h100-80g:8x8).")
     ],
-    global_batch: Annotated[int, typer.Option(min=1, max=1 << 30, help="Samples of one step over all ranks.")],
+    global_batch: Annotated[
+        str, typer.Option(metavar="N[,N]", callback=_batches, help="Samples of a step; of several the best one.")
+    ],
     memory: Annotated[str | None, typer.Option(help="Budget of one rank, e.g. 24GiB (default: all it has).")] = None,
     seq: Seq = None,
     dtype: Annotated[str | None, typer.Option(help="fp32, bf16, ... (default: as profiled).")] = None,
     optimizer: Annotated[Optimizer, typer.Option(help="What steps the parameters.")] = "adamw",
     pp: Annotated[list[int] | None, typer.Option(min=1, help="Allow this many stages (repeatable).")] = None,
     micro_batches: Annotated[list[int] | None, typer.Option(min=1, help="Allow this many (repeatable).")] = None,
+    micro_batch_size: Annotated[
+        list[int] | None, typer.Option(min=1, help="Allow this many samples of one (repeatable).")
+    ] = None,
+    schedule: Annotated[
+        list[str] | None,
+        typer.Option(callback=_schedules, help="Allow this pipeline schedule (repeatable; default: 1f1b, gpipe)."),
+    ] = None,
     pin: Annotated[list[str] | None, typer.Option(help='Fix layers, e.g. "0-3: dp4-z3" (repeatable).')] = None,
     forbid: Annotated[list[str] | None, typer.Option(help='Forbid, e.g. "*: tp4" or "0-3: r" (repeatable).')] = None,
     max_strategies: Annotated[
@@ -166,13 +191,15 @@ def search(
         model=model,
         cluster=cluster,
         output=output,
-        global_batch=global_batch,
+        global_batches=tuple(map(int, global_batch.split(","))),
         memory=memory,
         seq=seq,
         dtype=dtype,
         optimizer=optimizer,
         pp=tuple(pp or ()),
         micro_batches=tuple(micro_batches or ()),
+        micro_batch_sizes=tuple(micro_batch_size or ()),
+        schedules=cast(tuple[Schedule, ...], tuple(schedule or ())),
         pins=tuple(pin or ()),
         forbids=tuple(forbid or ()),
         max_strategies=max_strategies,

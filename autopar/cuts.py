@@ -7,10 +7,11 @@ from dataclasses import dataclass, field, replace
 
 from autopar.axes import RankMesh, divisors
 from autopar.errors import InputError, RunError
-from autopar.legality import why_batch_illegal, why_schedule_illegal, why_schedule_not_runnable
+from autopar.legality import why_batch_illegal, why_schedule_illegal
 from autopar.measured import ClusterFile, ModelFile
 from autopar.price import CostTables
 from autopar.request import Request, Schedule
+from autopar.schedules import PLAIN
 from autopar.tables import Memory, Prices
 
 MOST_MICRO_BATCHES = 1024
@@ -59,10 +60,15 @@ class CutTables:
 def legal_cuts(
     model_file: ModelFile, cluster_file: ClusterFile, request: Request
 ) -> tuple[tuple[Cut, ...], tuple[str, ...]]:
-    """The legal ways to cut machine and batch, and the reasons why the others are not; both in a fixed order."""
+    """The legal ways to cut machine and batch, and the reasons why the others are not; both in a fixed order.
+
+    Under GPipe and 1F1B alone: other schedules start from the choices of these (see autopar.virtual).
+    """
     cluster, layers = cluster_file.cluster, len(model_file.model.layers)
     found: list[Cut] = []
     skipped: list[str] = []
+    plain = tuple(schedule for schedule in request.schedules if schedule in PLAIN)
+    schedules = plain if len(plain) == len(request.schedules) else PLAIN
     counts = request.num_micro_batches or [m for m in divisors(request.global_batch) if m <= MOST_MICRO_BATCHES]
     for pp in request.pp or divisors(cluster.world_size):
         if cluster.world_size % pp:
@@ -74,12 +80,10 @@ def legal_cuts(
         mesh = RankMesh.of(world_size=cluster.world_size, pp=pp, ranks_per_node=cluster.ranks_per_node)
         for count in counts:
             # One stage runs its micro-batches one after another, whatever the schedule is called.
-            for schedule in request.schedules if pp > 1 else request.schedules[:1]:
+            for schedule in schedules if pp > 1 else schedules[:1]:
                 reason = why_batch_illegal(request.global_batch, count, mesh)
                 if reason is None and pp > 1:
                     reason = why_schedule_illegal(schedule, pp=pp, num_micro_batches=count)
-                    if not request.allow_unrunnable:
-                        reason = reason or why_schedule_not_runnable(schedule, request.dtype)
                 if reason is None:
                     found.append(Cut(pp=pp, num_micro_batches=count, schedule=schedule))
                 else:

@@ -6,13 +6,13 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from autopar.batch_choice import search_batches
 from autopar.errors import InputError
 from autopar.estimating import files
 from autopar.formats import read_kind
 from autopar.measured import MODEL_KIND, ClusterFile, ModelFile
 from autopar.plan import Plan
-from autopar.relaxing import search_or_explain
-from autopar.request import Forbid, Pin, Request
+from autopar.request import SCHEDULES, Forbid, Pin, Request, Schedule
 from autopar.shipped import devices
 from autopar.units import parse_bytes
 
@@ -28,11 +28,13 @@ def search(
     model: nn.Module | ModelFile | Path,
     *,
     cluster: ClusterFile | Path = "local",
-    global_batch: int,
+    global_batch: int | Sequence[int],
     sequence: int | None = None,
     memory: int | str | None = None,
     pp: Sequence[int] = (),
     micro_batches: Sequence[int] = (),
+    micro_batch_sizes: Sequence[int] = (),
+    schedules: Sequence[Schedule] = SCHEDULES,
     pins: Sequence[str] = (),
     forbids: Sequence[str] = (),
     max_strategies: int | None = None,
@@ -44,10 +46,12 @@ def search(
 
     model: an nn.Module, a MODEL string, or what `profile model` measured (the value or its file); cluster: what
     `profile cluster` measured, "local", which measures this machine now, or a shipped one ("h100-80g:8x8", with a
-    shipped model or a file); global_batch: samples of one step over all ranks; sequence: tokens a sample (default: of
-    the profile, of the example, or 2048); memory: budget of one rank in bytes or as `24GiB`; pins: such as
-    "0-3: dp4-z3"; forbids: such as "*: tp4"; max_strategies: at most so many different ones over the blocks;
-    allow_unrunnable: also what cannot run yet; example, loss: as in `autopar.parallelize`, for an nn.Module.
+    shipped model or a file); global_batch: samples of one step over all ranks, or several, of which the one with the
+    most samples a second is planned; sequence: tokens a sample (default: of the profile, of the example, or 2048);
+    memory: budget of one rank in bytes or as `24GiB`; micro_batches: how many are allowed; micro_batch_sizes: how many
+    samples each may have; pins: such as "0-3: dp4-z3"; forbids: such as "*: tp4"; max_strategies: at most so many
+    different ones over the blocks; allow_unrunnable: also what cannot run yet; example, loss: as in
+    `autopar.parallelize`, for an nn.Module.
     Raises InputError, InfeasibleError when nothing fits, RunError when a measurement fails.
     """
     if isinstance(cluster, str) and cluster.partition(":")[0] in devices():
@@ -61,14 +65,16 @@ def search(
     else:
         cluster_file = _cluster(cluster)
         model_file = _model(model, cluster_file, sequence, example, loss)
+    batches = (global_batch,) if isinstance(global_batch, int) else tuple(global_batch)
     try:
         request = Request(
-            global_batch=global_batch,
+            global_batch=min(batches, default=0),
             sequence=sequence or model_file.layers.sequence,
             dtype=model_file.layers.dtype,
             memory_bytes=parse_bytes(memory) if isinstance(memory, str) else memory,
             pp=tuple(pp),
             num_micro_batches=tuple(micro_batches),
+            schedules=tuple(schedules),
             pins=tuple(Pin.parse(pin) for pin in pins),
             forbids=tuple(Forbid.parse(ban) for ban in forbids),
             max_strategies=max_strategies,
@@ -76,7 +82,7 @@ def search(
         )
     except ValueError as error:
         raise InputError("the request is not acceptable", why=str(error), fix="give a number of at least 1") from None
-    return search_or_explain(model_file, cluster_file, request).plan
+    return search_batches(model_file, cluster_file, request, batches, micro_batch_sizes=micro_batch_sizes)[0]
 
 
 def _cluster(cluster: ClusterFile | Path) -> ClusterFile:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from autopar.errors import InputError
 from autopar.formats import omitted
@@ -143,3 +143,5 @@ class Request:
         for field in ("pp", "num_micro_batches"):
             if any(value < 1 for value in getattr(self, field)):
                 raise ValueError(f"Request.{field} must be >= 1, not {getattr(self, field)}")
+        if not self.schedules or not set(self.schedules) <= set(get_args(Schedule)):
+            raise ValueError(f"Request.schedules must name some of {', '.join(get_args(Schedule))}")

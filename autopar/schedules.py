@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from autopar.request import Schedule
 
+PLAIN: tuple[Schedule, ...] = ("1f1b", "gpipe")
+"""Schedules of one stage a rank and whole backwards: the ones that have tables of their own."""
+
 V_SHAPED: tuple[Schedule, ...] = ("zbv", "dualpipev")
 """Schedules whose ranks hold stages r and 2 pp - 1 - r."""
 

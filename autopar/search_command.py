@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from autopar.batch_choice import search_batches
 from autopar.charts import frontier_csv, frontier_svg, frontier_table, what_if_table
 from autopar.errors import RunError
 from autopar.estimating import files
 from autopar.formats import write_file
 from autopar.frontier import changed_conditions, frontier, what_if
 from autopar.measured import ModelFile
-from autopar.relaxing import search_or_explain
 from autopar.report import plan_facts, plan_table
-from autopar.request import Forbid, Optimizer, Pin, Request
+from autopar.request import SCHEDULES, Forbid, Optimizer, Pin, Request, Schedule
 from autopar.searching import Progress
 from autopar.units import dtype_name, parse_bytes
 
@@ -30,13 +30,15 @@ class Options:
     model: str
     cluster: str
     output: Path
-    global_batch: int
+    global_batches: tuple[int, ...]
     memory: str | None = None
     seq: int | None = None
     dtype: str | None = None
     optimizer: Optimizer = "adamw"
     pp: tuple[int, ...] = ()
     micro_batches: tuple[int, ...] = ()
+    micro_batch_sizes: tuple[int, ...] = ()
+    schedules: tuple[Schedule, ...] = ()
     pins: tuple[str, ...] = ()
     forbids: tuple[str, ...] = ()
     max_strategies: int | None = None
@@ -47,15 +49,16 @@ class Options:
     what_if: str | None = None
 
     def request(self, model_file: ModelFile) -> Request:
-        """The request that they make; InputError for one that is none."""
+        """The request that they make for the first global batch; InputError for one that is none."""
         return Request(
-            global_batch=self.global_batch,
+            global_batch=self.global_batches[0],
             sequence=self.seq or model_file.layers.sequence,
             dtype=dtype_name(self.dtype) if self.dtype is not None else model_file.layers.dtype,
             optimizer=self.optimizer,
             memory_bytes=parse_bytes(self.memory) if self.memory is not None else None,
             pp=self.pp,
             num_micro_batches=self.micro_batches,
+            schedules=self.schedules or SCHEDULES,
             pins=tuple(Pin.parse(text) for text in self.pins),
             forbids=tuple(Forbid.parse(text) for text in self.forbids),
             max_strategies=self.max_strategies,
@@ -89,21 +92,26 @@ def search_command(
     if options.what_if is not None:
         changed_conditions(model_file, cluster_file, request, options.what_if)
     try:
-        plan = search_or_explain(
+        plan, tried = search_batches(
             model_file,
             cluster_file,
             request,
+            options.global_batches,
+            micro_batch_sizes=options.micro_batch_sizes,
             progress=progress,
             deadline=deadline,
             stop=stop,
             verify=options.verify,
-        ).plan
+        )
     except RunError:
         if stop():
             raise KeyboardInterrupt from None
         raise
     plan.save(options.output)
+    request = plan.request
     parts: list[RenderableType] = [plan_table(plan), plan_facts(plan)]
+    if len(tried) > 1:
+        parts += list(map(str, tried))
     if options.frontier is not None and not halted():
         found = frontier(model_file, cluster_file, request, progress=progress, stop=halted)
         plot = options.frontier.with_suffix(".svg")

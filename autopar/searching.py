@@ -16,19 +16,21 @@ from functools import partial
 import autopar
 from autopar.cuts import CutTables, check_files, cut_tables, legal_cuts
 from autopar.errors import InfeasibleError, InputError, RunError
+from autopar.finalists import SOLVER, Finalist, certified, objective_ns, peak_bytes, ranking
 from autopar.measured import ClusterFile, ModelFile
 from autopar.plan import Certificate, Plan, PlanCluster, PlanModel
 from autopar.polish import ASKED, Columns, Cuts, leaner, polish
 from autopar.predict import Units, predict, stage_memory
 from autopar.price import INFEASIBLE, CostTables, OutOfRange, score
 from autopar.request import Request, Schedule
+from autopar.schedules import PLAIN
 from autopar.solvers.lean import leanest_of
 from autopar.solvers.pipeline import TableChoice, halting, solve_pipeline, solve_table
 from autopar.solvers.quick import quick_bound
 from autopar.tables import Memory
 from autopar.units import KIB, MIB, format_bytes
+from autopar.virtual import virtual_plans
 
-SOLVER = "labels"
 SIDES: tuple[Memory, ...] = ("lower", "near", "upper")
 SHORTLIST = 8
 WITHIN = 0.25
@@ -42,14 +44,6 @@ POLISHED = 12
 
 Progress = Callable[[str, int, int], None]
 """Told a phase (tables, solve, polish), how many of its steps are done, and how many there are."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Finalist:
-    """A simulated candidate with its prediction and certificate, and whether its worst rank is within the budget."""
-
-    plan: Plan
-    fits: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,9 +103,22 @@ def search_files(
     if not any(finalist.fits for finalist in pool.found.values()):
         raise _nothing_fits(pool, proven=bound_ns == INFEASIBLE)
     provers = _provers(pool, bound_ns, tell, halted) if verify else ()
-    certified = [replace(f, plan=_certified(f.plan, bound_ns, provers)) for f in pool.found.values()]
-    certified.sort(key=lambda f: (not f.fits, *_rank(f.plan)))
-    return SearchResult(plan=certified[0].plan, finalists=tuple(certified), skipped=(*skipped, *reasons))
+    found = [
+        replace(f, plan=certified(f.plan, bound_ns, verified_by=provers))
+        for f in pool.found.values()
+        if f.plan.pp == 1 or f.plan.schedule in request.schedules
+    ]
+    if not set(PLAIN).issuperset(request.schedules):
+        plans = virtual_plans(made, request, pool.budget_bytes, base=pool.plan, priced=pool.priced, halted=halted)
+        found += [Finalist(plan=plan, fits=True) for plan in plans]
+    found.sort(key=lambda f: (not f.fits, *ranking(f.plan)))
+    if not any(f.fits for f in found):
+        raise InfeasibleError(
+            f"No plan under {', '.join(request.schedules)} fits among those tried",
+            why="under 1f1b or gpipe there is one that fits",
+            fix="allow these with --schedule, or give more memory or other micro-batches",
+        )
+    return SearchResult(plan=found[0].plan, finalists=tuple(found), skipped=(*skipped, *reasons))
 
 
 class _Pool:
@@ -143,18 +150,15 @@ class _Pool:
         """The simulated candidate of a choice of a table, under its own schedule or another."""
         key = table, layers_per_stage, strategies, schedule or self.made.cuts[table].schedule
         if key not in self.found:
-            plan = self._plan(*key)
-            predicted = predict(
-                plan,
-                self.model_file.model,
-                self.model_file.layers,
-                self.cluster_file.cluster,
-                self.cluster_file.links,
-            )
-            plan = replace(plan, predicted=predicted)
-            fits = _peak(plan) <= self.budget_bytes and self._few_enough(key[2])
+            plan = self.priced(self.plan(*key))
+            fits = peak_bytes(plan) <= self.budget_bytes and self._few_enough(key[2])
             self.found[key] = Finalist(plan=plan, fits=fits)
         return self.found[key]
+
+    def priced(self, plan: Plan) -> Plan:
+        """The plan with its prediction."""
+        model, cluster = self.model_file, self.cluster_file
+        return replace(plan, predicted=predict(plan, model.model, model.layers, cluster.cluster, cluster.links))
 
     def fits(self, table: int, layers_per_stage: Cuts, strategies: Columns) -> bool:
         """Whether the memory walk of every stage stays within the budget; each stage is walked once."""
@@ -167,7 +171,7 @@ class _Pool:
             # What precedes a stage does not matter to it: activations arrive in the boundary layout.
             key = table, stage, first, strategies[first : first + count]
             if key not in self._peaks:
-                plan = plan or self._plan(table, layers_per_stage, strategies, self.made.cuts[table].schedule)
+                plan = plan or self.plan(table, layers_per_stage, strategies)
                 peak = stage_memory(plan, stage, self.model_file.model, self.model_file.layers, self._units)
                 self._peaks[key] = peak.peak_bytes
             if self._peaks[key] > self.budget_bytes:
@@ -182,9 +186,9 @@ class _Pool:
 
     def best_ns(self) -> int:
         """The least objective of the candidates that fit, INFEASIBLE without one."""
-        return min((_objective(f.plan) for f in self.found.values() if f.fits), default=INFEASIBLE)
+        return min((objective_ns(f.plan) for f in self.found.values() if f.fits), default=INFEASIBLE)
 
-    def _plan(self, table: int, layers_per_stage: Cuts, strategies: Columns, schedule: Schedule) -> Plan:
+    def plan(self, table: int, layers_per_stage: Cuts, strategies: Columns, schedule: Schedule | None = None) -> Plan:
         """The plan of a choice, without a prediction, with a certificate that has no bound yet."""
         cut, tables = self.made.cuts[table], self.made.lower[table]
         return Plan(
@@ -192,7 +196,7 @@ class _Pool:
             cluster=self._cluster,
             request=self.request,
             pp=cut.pp,
-            schedule=schedule,
+            schedule=schedule or cut.schedule,
             num_micro_batches=cut.num_micro_batches,
             layers_per_stage=layers_per_stage,
             strategies=tuple(tables.strategies[s] for s in strategies),
@@ -239,9 +243,9 @@ def _propose(pool: _Pool, tell: Progress, deadline: float | None, stop: Callable
             bounds.append(one.lower_bound_ns)
         best_ns = pool.best_ns()
         return {
-            place: asked[place].with_less(_peak(f.plan) - pool.budget_bytes)
+            place: asked[place].with_less(peak_bytes(f.plan) - pool.budget_bytes)
             for place, f in proposed.items()
-            if not f.fits and _objective(f.plan) < best_ns
+            if not f.fits and objective_ns(f.plan) < best_ns
         }
 
     def refine(places: Sequence[int], memory: Memory) -> None:
@@ -254,7 +258,7 @@ def _propose(pool: _Pool, tell: Progress, deadline: float | None, stop: Callable
     try:
         asked = ask(dict(enumerate(made.lower)))
         bound_ns = bounds[0] if bounds else INFEASIBLE
-        unsure = {key[0]: _objective(f.plan) for key, f in pool.found.items() if key[0] in asked}
+        unsure = {key[0]: objective_ns(f.plan) for key, f in pool.found.items() if key[0] in asked}
         for _ in range(ROUNDS - 1):
             asked = asked and ask(asked)
         for memory in SIDES[1:]:
@@ -280,7 +284,7 @@ def _polish(pool: _Pool, bound_ns: int, tell: Progress, halted: Callable[[], boo
             _add_leanest(pool)
         starts: list[tuple[int, Cuts, Columns]] = []
         for _, table, layers_per_stage, strategies, _ in sorted(
-            (_objective(f.plan), *key) for key, f in pool.found.items() if f.fits
+            (objective_ns(f.plan), *key) for key, f in pool.found.items() if f.fits
         ):
             if not pool.made.is_large or all(table != other for other, _, _ in starts):
                 starts.append((table, layers_per_stage, strategies))
@@ -299,7 +303,7 @@ def _polish(pool: _Pool, bound_ns: int, tell: Progress, halted: Callable[[], boo
 def _add_twins(pool: _Pool) -> None:
     """The best choices under 1f1b join the pool under gpipe, which has no tables of its own."""
     if set(pool.request.schedules) >= {"1f1b", "gpipe"}:
-        fitting = sorted((_objective(f.plan), *key) for key, f in pool.found.items() if f.fits)
+        fitting = sorted((objective_ns(f.plan), *key) for key, f in pool.found.items() if f.fits)
         for _, table, layers_per_stage, strategies, schedule in fitting[:SHORTLIST]:
             if schedule == "1f1b" and pool.made.cuts[table].pp > 1:
                 pool.add(table, layers_per_stage, strategies, "gpipe")
@@ -313,25 +317,8 @@ def _add_leanest(pool: _Pool) -> None:
             pool.add(lean[0], *lean[1][:2])
     if pool.made.is_large or not pool.found:
         return
-    _, (table, cuts, columns, _) = min((_peak(f.plan), key) for key, f in pool.found.items())
-    leaner(pool.made.lower[table], columns, lambda changed: _peak(pool.add(table, cuts, changed).plan))
-
-
-def _peak(plan: Plan) -> int:
-    assert plan.predicted is not None
-    return plan.predicted.memory[plan.predicted.worst_rank].peak_bytes
-
-
-def _objective(plan: Plan) -> int:
-    assert plan.certificate is not None
-    return plan.certificate.objective_ns
-
-
-def _rank(plan: Plan) -> tuple[float, int, int, int, tuple[object, ...]]:
-    """Fastest simulated first; then fewer stages, fewer micro-batches, less memory, and any fixed order."""
-    assert plan.predicted is not None
-    rest = (plan.schedule, plan.layers_per_stage, tuple(strategy.short for strategy in plan.strategies))
-    return plan.predicted.step_s, plan.pp, plan.num_micro_batches, _peak(plan), rest
+    _, (table, cuts, columns, _) = min((peak_bytes(f.plan), key) for key, f in pool.found.items())
+    leaner(pool.made.lower[table], columns, lambda changed: peak_bytes(pool.add(table, cuts, changed).plan))
 
 
 def _provers(pool: _Pool, bound_ns: int, tell: Progress, halted: Callable[[], bool]) -> tuple[str, ...]:
@@ -362,34 +349,20 @@ def _provers(pool: _Pool, bound_ns: int, tell: Progress, halted: Callable[[], bo
     return names or ()
 
 
-def _certified(plan: Plan, bound_ns: int, verified_by: tuple[str, ...] = ()) -> Plan:
-    objective_ns = _objective(plan)
-    return replace(
-        plan,
-        certificate=Certificate(
-            objective_ns=objective_ns,
-            lower_bound_ns=min(bound_ns, objective_ns),
-            status="optimal" if bound_ns >= objective_ns else "gap",
-            solver=SOLVER,
-            verified_by=verified_by,
-        ),
-    )
-
-
 def _nothing_fits(pool: _Pool, *, proven: bool) -> InfeasibleError:
     """What is missing: the leanest plan, its worst rank with its parts, and the memory that would do."""
     _add_leanest(pool)
-    plan = min((f.plan for f in pool.found.values()), key=lambda one: (_peak(one), *_rank(one)))
+    plan = min((f.plan for f in pool.found.values()), key=lambda one: (peak_bytes(one), *ranking(one)))
     budget_bytes = pool.budget_bytes
     assert plan.predicted is not None
     rank = plan.predicted.worst_rank
-    peak_bytes, parts = _peak(plan), plan.predicted.memory[rank].parts_bytes
-    enough = f"{-(-peak_bytes // MIB)}MiB" if peak_bytes >= 64 * MIB else f"{-(-peak_bytes // KIB)}KiB"
+    peak, parts = peak_bytes(plan), plan.predicted.memory[rank].parts_bytes
+    enough = f"{-(-peak // MIB)}MiB" if peak >= 64 * MIB else f"{-(-peak // KIB)}KiB"
     listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
     error = InfeasibleError(
-        f"No plan fits{'' if proven else ' among those tried'}: the leanest needs {format_bytes(peak_bytes)} on stage "
+        f"No plan fits{'' if proven else ' among those tried'}: the leanest needs {format_bytes(peak)} on stage "
         f"{rank // plan.mesh.ranks_per_stage} (rank {rank}), the budget is {format_bytes(budget_bytes)}: "
-        f"{format_bytes(peak_bytes - budget_bytes)} are missing.",
+        f"{format_bytes(peak - budget_bytes)} are missing.",
         why=listed,
         fix=f"--memory {enough} fits this plan; or more ranks, a smaller global batch, or shorter sequences",
     )

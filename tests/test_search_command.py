@@ -49,6 +49,18 @@ def test_a_plan_that_cannot_run_yet_says_so_and_is_refused(here: Run, folder: Pa
             assert "search again without --allow-unrunnable" in refused(here, (command, "out.json"), folder, INPUT)
 
 
+def test_batches_sizes_and_schedules_are_options(here: Run, folder: Path) -> None:
+    options = ("--micro-batch-size", "4", "--pp", "2", "--schedule", "zbv", "--schedule", "interleaved-zero-bubble")
+    done = here((*SEARCH, "8,16", *options))
+    assert done.returncode == 0, done.stderr
+    plan = Plan.load(folder / "out.json")
+    assert (plan.micro_batch, plan.request.schedules) == (4, ("zbv", "interleaved-zero-bubble"))
+    assert plan.schedule in plan.request.schedules
+    for batch in (8, 16):
+        assert f"global batch {batch}: " in done.stdout
+    assert "--schedule" in refused(here, (*SEARCH, "8", "--schedule", "slow"), folder, 2)
+
+
 def test_a_time_limit_of_nothing_is_exit_5(here: Run, folder: Path) -> None:
     assert "stopped before" in refused(here, (*SEARCH, "16", "--time-limit", "0"), folder, 5)
 
