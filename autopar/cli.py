@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import os
 import shutil
 import signal
@@ -10,13 +9,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Annotated, Literal, NoReturn, cast, get_args
+from typing import TYPE_CHECKING, Annotated, Literal, NoReturn, cast
 
 import typer
 
 from autopar.errors import AutoparError, UsageError
 from autopar.formats import check_writable
 from autopar.interrupts import INTERRUPTED, interrupt_stops, leave_at_once, step
+from autopar.options import batches, schedules, settings
 from autopar.request import Schedule
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def profile_model(
 ) -> None:
     """Measure the layers of MODEL: time, parameters, activations, and which tensor-parallel degrees they allow."""
     check_writable(output)
-    overrides = _settings(set_ or ())
+    overrides = settings(set_ or ())
     from autopar.profiler.cluster import default_device, default_nproc
     from autopar.profiler.models import profile_model as measure
     from autopar.report import model_table
@@ -126,22 +126,6 @@ def profile_model(
     _answer(found.dumps() if json else _shown(model_table(found)))
 
 
-def _batches(text: str) -> str:
-    """The numbers of `64` or `64,128` as they are; a usage error for others."""
-    for part in text.split(","):
-        if not part.strip().isascii() or not part.strip().isdigit() or not 1 <= int(part) <= 1 << 30:
-            raise typer.BadParameter(f"{part.strip()[:40]!r} is not in the range 1<=x<={1 << 30}")
-    return text
-
-
-def _schedules(names: list[str] | None) -> list[str] | None:
-    """The names of schedules as they are; a usage error for others."""
-    for name in names or ():
-        if name not in get_args(Schedule):
-            raise typer.BadParameter(f"{name[:40]!r} is not one of {', '.join(get_args(Schedule))}")
-    return names
-
-
 @app.command()
 def search(
     model: Annotated[str, typer.Option(help="A model.json of `profile model`, or a shipped name (llama2-7b).")],
@@ -149,7 +133,7 @@ def search(
         str, typer.Option(help="A cluster.json of `profile cluster`, or a shipped name (h100-80g:8x8).")
     ],
     global_batch: Annotated[
-        str, typer.Option(metavar="N[,N]", callback=_batches, help="Samples of a step; of several the best one.")
+        str, typer.Option(metavar="N[,N]", callback=batches, help="Samples of a step; of several the best one.")
     ],
     memory: Annotated[str | None, typer.Option(help="Budget of one rank, e.g. 24GiB (default: all it has).")] = None,
     seq: Seq = None,
@@ -162,7 +146,7 @@ def search(
     ] = None,
     schedule: Annotated[
         list[str] | None,
-        typer.Option(callback=_schedules, help="Allow this pipeline schedule (repeatable; default: 1f1b, gpipe)."),
+        typer.Option(callback=schedules, help="Allow this pipeline schedule (repeatable; default: 1f1b, gpipe)."),
     ] = None,
     pin: Annotated[list[str] | None, typer.Option(help='Fix layers, e.g. "0-3: dp4-z3" (repeatable).')] = None,
     forbid: Annotated[list[str] | None, typer.Option(help='Forbid, e.g. "*: tp4" or "0-3: r" (repeatable).')] = None,
@@ -371,22 +355,6 @@ def _shown(*parts: RenderableType) -> str:
 
     terminal = sys.stdout.isatty()
     return render(*parts, width=shutil.get_terminal_size().columns if terminal else None, color=terminal)
-
-
-def _settings(texts: Sequence[str]) -> dict[str, object]:
-    """The settings of `--set K=V`: each value a Python literal, otherwise a string."""
-    found: dict[str, object] = {}
-    for text in texts:
-        key, equals, value = text.partition("=")
-        if not equals or not key.strip():
-            raise UsageError(
-                f"--set {text} is not a setting", why="the form is K=V", fix="write for example --set hidden_size=256"
-            )
-        try:
-            found[key.strip()] = ast.literal_eval(value.strip())
-        except (ValueError, SyntaxError, RecursionError, MemoryError):
-            found[key.strip()] = value.strip()
-    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

@@ -9,6 +9,7 @@ import pytest
 
 from autopar import roofline, shipped
 from autopar.comm import seconds, shape_of
+from autopar.derived import local_cost
 from autopar.errors import InputError
 from autopar.estimating import Degrees, files, priced, uniform
 from autopar.measured import GroupShape, LayerProfile
@@ -33,7 +34,7 @@ def price(plan: Plan, layers: LayerProfile = MODEL.layers) -> Prediction:
 
 def work(strategy: str, samples: float = 2.0):
     plan, chosen = plan_of(Degrees()), Strategy.parse(strategy)
-    cost = MODEL.layers.find("block", chosen.tp, chosen.sequence_norms)
+    cost = local_cost(MODEL.layers, MODEL.model.kind(1), chosen)
     assert cost is not None
     return layer_work(
         cost,
@@ -63,6 +64,32 @@ def test_2_gradients_under_sequence_parallel_norms_are_not_free() -> None:
         price(plan_of(Degrees(tp=8, sequence_norms=True))).parts_s["gradient_sync"]
         > work("dp2-tp8s", 16.0).sync_s * 32
     )
+
+
+@pytest.mark.parametrize("strategy", ["sp16", "cp16", "sp8-cp2", "tp2-sp8"])
+def test_2_nor_are_they_under_a_cut_sequence_with_dp_1(strategy: str) -> None:
+    """16 ranks hold the parameters (8 where tp cuts them) and none holds another sample: all of them reduce."""
+    chosen, mesh = Strategy.parse(strategy), plan_of(Degrees()).mesh
+    assert chosen.dp == 1
+    size_bytes = MODEL.model.kind(1).parameter_bytes / chosen.tp
+    names = tuple(name for name in mesh.names if name not in mesh.place(chosen).tp)
+    expected_s = seconds(CLUSTER.links, "all_reduce", shape_of(mesh, names, 8), size_bytes).seconds
+    assert work(strategy, 16.0).sync_s == pytest.approx(expected_s, rel=1e-3)
+
+
+@pytest.mark.parametrize("axis", ["sp", "cp"])
+def test_3_a_cut_sequence_divides_the_compute_and_the_activations(axis: str) -> None:
+    """Four samples on each rank, or all samples of four ranks cut in four: the same tokens, scores and products."""
+    whole, cut = work("dp16", 4.0), work(f"dp4-{axis}4", 16.0)
+    assert cut.forward_s == pytest.approx(whole.forward_s, rel=1e-6)
+    assert cut.backward_s == pytest.approx(whole.backward_s, rel=1e-6)
+    assert cut.sequence_forward_s > 0
+    costs = [local_cost(MODEL.layers, MODEL.model.kind(1), Strategy.parse(s)) for s in ("dp16", f"dp4-{axis}4")]
+    assert costs[0] is not None
+    assert costs[1] is not None
+    # Context parallelism keeps the gathered keys and values: 2 x 2 bytes an element, 3/4 of which are the others'.
+    gathered = 0.75 * 16 * 4096 * 4096 * 2 * 2 if axis == "cp" else 0.0
+    assert costs[1].saved_bytes.at(16) == pytest.approx(costs[0].saved_bytes.at(4) + gathered)
 
 
 def test_3_context_parallel_divides_the_compute() -> None:

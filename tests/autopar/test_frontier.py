@@ -14,11 +14,13 @@ from autopar.errors import InfeasibleError, InputError
 from autopar.frontier import Frontier, changed_conditions, frontier, peak_bytes, step_s, what_if
 from autopar.predict import predict
 from autopar.report import render
+from autopar.request import Forbid
 from autopar.searching import search_files
 from tests.pricing import cluster_file, model_file, request
 
 MODEL, CLUSTER = model_file(3), cluster_file()
-ASKED = request(8, num_micro_batches=(1, 2), schedules=("1f1b",))
+FEWER = tuple(map(Forbid.parse, ("embed: tp2", "embed: tp4", "head: tp2", "head: tp4")))
+ASKED = request(8, num_micro_batches=(1, 2), schedules=("1f1b",), forbids=FEWER)
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from autopar.errors import InfeasibleError, InputError, RunError
 from autopar.plan import Plan
 from autopar.predict import predict, stage_memory
 from autopar.price import CostTables, score
-from autopar.request import Pin
+from autopar.request import Forbid, Pin
 from autopar.searching import SearchResult, search_files
 from autopar.tables import tables
 from autopar.units import parse_bytes
@@ -44,11 +44,15 @@ def _all_choices(made: CostTables) -> Iterator[tuple[tuple[int, ...], tuple[int,
             yield layers, chosen
 
 
+FEWER = tuple(map(Forbid.parse, ("*: z1", "embed: tp2", "embed: tp4", "head: tp2", "head: tp4")))
+"""What leaves some thousand plans to enumerate."""
+
+
 class _Everything:
     """Every plan of the small model: its objective, and its peak by the walk."""
 
     def __init__(self, **changes: Any) -> None:
-        self.asked = request(**changes)
+        self.asked = request(forbids=FEWER, **changes)
         found = []
         some = search_files(MODEL, CLUSTER, self.asked).plan
         for cut in legal_cuts(MODEL, CLUSTER, self.asked)[0]:
