@@ -108,6 +108,18 @@ class ParallelModel(nn.Module):
             elif entry.group is not None and entry.parameter.requires_grad:
                 entry.parameter.register_hook(self._summed(entry.group))
         follow_steps(self, self.held)
+        self._names = frozenset(name for name, _ in self.named_parameters())
+
+    def _refuse_new_parameters(self) -> None:
+        """Raise InputError when the model has more parameters than when it was wrapped."""
+        if sum(1 for _ in self.parameters()) <= len(self._names):
+            return
+        new = sorted(name.split(".body.model.")[-1] for name, _ in self.named_parameters() if name not in self._names)
+        raise InputError(
+            f"{len(new)} parameters appeared after autopar.parallelize: {', '.join(new[:6])}",
+            why="they have no strategy, and each rank would train its own",
+            fix="add adapters and the like before autopar.parallelize",
+        )
 
     def _handed_on(self, entry: HeldParameter) -> Any:
         def hook(parameter: Tensor) -> None:
@@ -191,6 +203,7 @@ class ParallelModel(nn.Module):
                 why=f"the plan has {self.plan.pp} stages",
                 fix="use model.train_step(batch)",
             )
+        self._refuse_new_parameters()
         self._reduce_in_backward = torch.is_grad_enabled()
         output = self.stage.body(None, **batch)
         mean = loss_of(output)
@@ -218,6 +231,7 @@ class ParallelModel(nn.Module):
                 why=f"the plan gives each rank {self.local_batch} of {self.plan.request.global_batch}",
                 fix="cut the global batch with model.shard_batch",
             )
+        self._refuse_new_parameters()
         self._reduce_in_backward = False
         for stage in self._stages():
             stage.reset()
