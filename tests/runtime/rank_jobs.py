@@ -61,7 +61,7 @@ def make_plan(
 
 
 def compare_with_one_process(
-    source: str, strategies: list[str], steps: int = 3, plant: str = "", masked: bool = True, **shape: Any
+    source: str, strategies: list[str], steps: int = 3, plant: str = "", **shape: Any
 ) -> dict[str, Any]:
     """Largest relative errors over the steps against one process."""
     plan = make_plan(source, strategies, world=dist.get_world_size(), **shape)

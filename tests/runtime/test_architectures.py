@@ -39,5 +39,5 @@ PLANS: list[tuple[list[str], dict[str, Any]]] = [
 @pytest.mark.parametrize("source", SOURCES)
 def test_architecture_equals_one_process(source: str, ranks: Ranks) -> None:
     for strategies, shape in PLANS:
-        for found in ranks("compare_with_one_process", 2, source=source, strategies=strategies, masked=True, **shape):
+        for found in ranks("compare_with_one_process", 2, source=source, strategies=strategies, **shape):
             assert found["agrees"], found

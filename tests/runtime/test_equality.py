@@ -95,7 +95,7 @@ SLOW = ("everything but pipelines", "tied in one stage", "shards of half, repeat
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in PLANS])
 def test_mixed_plan_equals_one_process(name: str, ranks: Ranks) -> None:
     source, strategies, size, shape = PLANS[name]
-    check(ranks("compare_with_one_process", size, source=source, strategies=strategies, masked=True, **shape))
+    check(ranks("compare_with_one_process", size, source=source, strategies=strategies, **shape))
 
 
 def test_eight_layers_with_eight_strategies_on_eight_ranks(ranks: Ranks) -> None:

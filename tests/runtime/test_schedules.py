@@ -37,7 +37,7 @@ SAMPLED = (("interleaved-1f1b", "the ends alone"), ("interleaved-zero-bubble", "
 def equals_one_process(name: str, schedule: str, ranks: Ranks) -> None:
     source, strategies, size, shape = MIXED[name]
     shape = {**shape, "schedule": schedule}
-    check(ranks("compare_with_one_process", size, source=source, strategies=strategies, masked=True, **shape))
+    check(ranks("compare_with_one_process", size, source=source, strategies=strategies, **shape))
 
 
 @pytest.mark.parametrize(("schedule", "name"), SAMPLED)
@@ -57,7 +57,7 @@ def test_every_schedule_equals_one_process(schedule: str, name: str, ranks: Rank
 def test_zero_3_under_whole_backwards(schedule: str, ranks: Ranks) -> None:
     strategies = ["dp2-z3", "tp2", "dp2-z3-r", "tp2s", "dp2-z3", "dp2-z3"]
     shape = {**TWO_EACH, "schedule": schedule}
-    check(ranks("compare_with_one_process", 4, source=LLAMA4, strategies=strategies, masked=True, **shape))
+    check(ranks("compare_with_one_process", 4, source=LLAMA4, strategies=strategies, **shape))
 
 
 @pytest.mark.slow
