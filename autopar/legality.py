@@ -148,8 +148,7 @@ def why_optimizer_not_runnable(optimizer: Optimizer) -> str | None:
 def why_not_runnable(strategy: Strategy, role: Role = "block") -> str | None:
     """Why the runtime of this version cannot run a strategy in a layer of this role."""
     missing = {
-        "sequence-parallel norms with Ulysses": strategy.sp > 1 and strategy.sequence_norms,
-        "context parallelism": strategy.cp > 1,
+        "sequence-parallel norms with sp or cp": strategy.sp * strategy.cp > 1 and strategy.sequence_norms,
         "expert parallelism": strategy.ep > 1,
         "selective recompute": strategy.recompute == "selective",
     }

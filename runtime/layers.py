@@ -30,7 +30,7 @@ from autopar.runtime.zero import owners, shard_modules, shard_root
 from autopar.schedules import SPLIT_BACKWARD
 
 if TYPE_CHECKING:
-    from autopar.runtime.tensor_parallel import BlockPlan
+    from autopar.runtime.tensor_parallel import BlockPlan, SequenceTeams
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -59,6 +59,7 @@ def place_layers(
     mesh, structure = plan.mesh, found.structure
     placed = [mesh.place(strategy) for strategy in plan.strategies]
     extra = {axes for p in placed for tp in ((), p.tp) for axes in _axes_of_copies(mesh, p, tp)}
+    extra |= {axes for p in placed for axes in (p.cp, tuple(n for n in mesh.names if n in {*p.sp, *p.cp}))}
     groups.prepare(placed, extra)
     tied = _tied_parameters(model, structure)
     seed = agreed_seed()
@@ -136,29 +137,45 @@ def _cut_blocks(
     cut: dict[int, BlockPlan] = {}
     for number, block in body.blocks().items():
         strategy, kind = plan.strategies[number + 1], body.structure.kinds[number]
-        if strategy.tp == strategy.sp == 1:
+        if strategy.tp == strategy.sp == strategy.cp == 1:
             continue
         # torch.export takes a second to load and is needed under tensor parallelism only.
-        from autopar.runtime.tensor_parallel import Team, apply, check_plan
+        from autopar.runtime.tensor_parallel import apply, check_plan
 
-        axes, along_sequence = mesh.place(strategy).tp, mesh.place(strategy).sp
+        placed = mesh.place(strategy)
+        axes = placed.tp
         sizes = tuple(mesh.size((axis,)) for axis in axes)
-        block_plan = described.derivations[kind].plan(sizes, strategy.sequence_norms, strategy.sp)
+        block_plan = described.derivations[kind].plan(sizes, strategy.sequence_norms, strategy.sp, strategy.cp)
         where = mesh.coordinates(groups.rank)
         coordinate = tuple(where[axis] for axis in axes)
         tensor_groups = _tensor_groups(groups, axes) if axes else []
-        sequence = None
-        if along_sequence:
-            group = groups.along(along_sequence)
-            sequence = Team(strategy.sp, dist.get_rank(group), group)
-        key = (kind, axes, strategy.sequence_norms, along_sequence)
+        sharing = _sharing(groups, placed) if strategy.sp * strategy.cp > 1 else None
+        key = (kind, axes, strategy.sequence_norms, placed.sp, placed.cp)
         if key not in checked:
             checked.add(key)
             args, kwargs = found.inputs[kind].args, found.inputs[kind].kwargs
-            check_plan(block, block_plan, tensor_groups, coordinate, args, kwargs, sequence=sequence)
-        apply(block, block_plan, tensor_groups, coordinate, sequence=sequence)
+            check_plan(block, block_plan, tensor_groups, coordinate, args, kwargs, sharing=sharing)
+        apply(block, block_plan, tensor_groups, coordinate, sharing=sharing)
         cut[number] = block_plan
     return cut
+
+
+def _sharing(groups: RankGroups, placed: Placement) -> SequenceTeams:
+    """The ranks that share the sequence of this rank's samples in a layer placed so."""
+    from autopar.runtime.tensor_parallel import SequenceTeams, Team
+
+    def team(axes: tuple[str, ...]) -> Team:
+        if not axes:
+            return Team(1, 0)
+        group = groups.along(axes)
+        return Team(dist.get_world_size(group), dist.get_rank(group), group)
+
+    mesh, rank = groups.mesh, groups.rank
+    axes = tuple(name for name in mesh.names if name in {*placed.sp, *placed.cp})
+    parts = mesh.group(rank, axes)
+    own = [parts.index(r) for r in mesh.group(rank, placed.sp)]
+    every = [parts.index(r) for peer in mesh.group(rank, placed.cp) for r in mesh.group(peer, placed.sp)]
+    return SequenceTeams(team(axes), team(placed.sp), team(placed.cp), tuple(own), tuple(every))
 
 
 def _tensor_groups(groups: RankGroups, axes: tuple[str, ...]) -> list[dist.ProcessGroup]:

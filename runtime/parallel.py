@@ -64,7 +64,7 @@ def parallelize(
         raise InputError(f"{type(model).__name__} has no parameter to train", why=why, fix="unfreeze some")
     found = probe(model, batch)
     same_use(found.used)
-    max_tp = max(max(strategy.tp, strategy.sp) for strategy in plan.strategies)
+    max_tp = max(max(strategy.tp, strategy.sp, strategy.cp) for strategy in plan.strategies)
     described = describe(model, found, source=plan.model.source, name=plan.model.name, max_tp=max_tp)
     plan.check(described.spec)
     loss = loss or own_loss(model, batch)
@@ -174,11 +174,11 @@ class ParallelModel(nn.Module):
                     fix="give the whole global batch, or search again for this batch",
                 )
         mask = batch.get("attention_mask")
-        if mask is not None and not bool(mask.all()) and any(s.tp * s.sp > 1 for s in self.plan.strategies):
+        if mask is not None and not bool(mask.all()) and any(s.tp * s.sp * s.cp > 1 for s in self.plan.strategies):
             raise InputError(
                 "a padded attention_mask does not run under tensor or sequence parallelism yet",
                 why="models drop the mask on ranks whose samples have no padding",
-                fix="pack the samples, mask the labels instead (-100), or use a plan without tp and sp",
+                fix="pack the samples, mask the labels instead (-100), or use a plan without tp, sp and cp",
             )
         count = self.plan.num_micro_batches
         return {
@@ -369,7 +369,7 @@ def _tokens(batch: Mapping[str, Tensor]) -> int | None:
 
 def _example(model: nn.Module, plan: Plan) -> dict[str, Tensor]:
     # Sequence-parallel norms and Ulysses want a sequence that every degree divides.
-    tokens = lcm(*(strategy.tp * strategy.sp for strategy in plan.strategies), _PROBE_TOKENS)
+    tokens = lcm(*(s.tp * s.sp * (2 * s.cp if s.cp > 1 else 1) for s in plan.strategies), _PROBE_TOKENS)
     if tokens > plan.request.sequence:
         tokens = plan.request.sequence
     batch = example_batch(model, samples=_PROBE_SAMPLES, sequence=tokens)

@@ -65,7 +65,7 @@ def describe(
                 tp_reason=derivation.reason if derivation else reason,
                 sequence_norms=_sequence_norms(derivation, max_tp),
                 attention=derivation.attention if derivation else None,
-                sequence_reason=(derivation.why_no_ulysses() or "") if derivation else "",
+                sequence_reason=(derivation.why_no_cut_sequence() or "") if derivation else "",
             )
         )
     kinds.append(_outer_kind("head", model, found, max_tp))

@@ -14,5 +14,6 @@ from autopar.runtime.tensor_parallel.collectives import Team
 from autopar.runtime.tensor_parallel.derive import Derivation, derive
 from autopar.runtime.tensor_parallel.execute import LocalGraphs, apply
 from autopar.runtime.tensor_parallel.layout import BlockPlan
+from autopar.runtime.tensor_parallel.sequence import SequenceTeams
 
-__all__ = ["BlockPlan", "Derivation", "LocalGraphs", "Team", "apply", "check_plan", "derive"]
+__all__ = ["BlockPlan", "Derivation", "LocalGraphs", "SequenceTeams", "Team", "apply", "check_plan", "derive"]

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopar.errors import RunError
-from autopar.runtime.tensor_parallel.collectives import Team
 from autopar.runtime.tensor_parallel.execute import apply
 from autopar.runtime.tensor_parallel.layout import BlockPlan
+from autopar.runtime.tensor_parallel.sequence import SequenceTeams
 from autopar.runtime.tensor_parallel.skeleton import in_order, parameter_names
 from autopar.runtime.trees import tree_leaves, tree_map
 
@@ -31,20 +31,20 @@ def check_plan(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     tolerance: float = 1e-3,
-    sequence: Team | None = None,
+    sharing: SequenceTeams | None = None,
 ) -> float:
     """The largest relative error of output, input gradients and parameter gradients against the unsharded block.
 
     block: whole, the same weights on every rank, and not changed; its copies get noise, because zero biases and unit
     norms hide errors, and run in float32 at least, because rounding in half precision is larger than many errors of a
     plan. args, kwargs: whole inputs, the same on every rank. Raises RunError, on all ranks alike, with the first wrong
-    tensor. Gradients and not only the output: without a gradient all-reduce the output is exact. sequence: as in
+    tensor. Gradients and not only the output: without a gradient all-reduce the output is exact. sharing: as in
     `apply`; the gradients of parameters are then first added up over these ranks.
     """
     whole, kwargs = _noisy(block), in_order(parameter_names(block), kwargs)
     local = copy.deepcopy(whole)
-    apply(local, plan, groups, coordinate, sequence=sequence)
-    rank = plan.coordinates.index(tuple(coordinate)) if sequence is None else sequence.rank
+    apply(local, plan, groups, coordinate, sharing=sharing)
+    rank = plan.coordinates.index(tuple(coordinate)) if sharing is None else sharing.whole.rank
     whole_inputs, local_inputs = _leaves((args, kwargs), None), _leaves((args, kwargs), (plan, rank))
     weight = torch.Generator().manual_seed(7)
     expected = _main_output(whole, whole_inputs)
@@ -64,16 +64,16 @@ def check_plan(
             errors[f"the gradient of input {i}"] = _error(_gradient(got), gradient, floor)
             first = False
     for (name, want), got in zip(whole.named_parameters(), local.parameters(), strict=True):
-        if sequence is not None:
+        if sharing is not None:
             got.grad = _gradient(got).contiguous()
-            dist.all_reduce(got.grad, group=sequence.group)
+            dist.all_reduce(got.grad, group=sharing.whole.group)
         errors[name] = _error(_gradient(got), plan.shard(name, _gradient(want), coordinate), floor)
     worst = torch.tensor(list(errors.values()), dtype=torch.float64, device=found.device)
-    for group in (*groups[-1:], *(() if sequence is None else (sequence.group,))):
+    for group in (*groups[-1:], *(() if sharing is None else (sharing.whole.group,))):
         dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=group)
     for name, error in zip(errors, worst.tolist(), strict=True):
         if not error <= tolerance:
-            what = "Ulysses" if plan.sp > 1 else "tensor-parallel"
+            what = "sequence-parallel" if plan.sp * plan.cp > 1 else "tensor-parallel"
             raise RunError(
                 f"the {what} plan of {type(block).__name__} is wrong at {name}",
                 why=f"it differs by {error:.1e} (relative) from the unsharded block; allowed is {tolerance:.0e}",

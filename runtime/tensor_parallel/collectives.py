@@ -109,6 +109,12 @@ class _Gather(torch.autograd.Function):
         return _reduce_scatter(grad, *ctx.rest), None, None, None
 
 
+def gather_parts(x: Tensor, team: Team, shape: list[int], outer: int) -> Tensor:
+    """The whole, of this shape, from the parts of all ranks; the backward is a reduce-scatter."""
+    whole: Tensor = _Gather.apply(x, team, shape, outer)
+    return whole
+
+
 class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, team: Team, shape: list[int], outer: int) -> Tensor:

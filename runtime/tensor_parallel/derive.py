@@ -19,9 +19,15 @@ from autopar.runtime.tensor_parallel.factors import Factor
 from autopar.runtime.tensor_parallel.graph import BlockGraph, sequence_leaf
 from autopar.runtime.tensor_parallel.layout import BlockPlan, DimLayout, ParameterLayout, dim_layout
 from autopar.runtime.tensor_parallel.rewrite import LocalGraph, Rewriter
+from autopar.runtime.tensor_parallel.sequence import (
+    SequenceFlow,
+    SequenceRewriter,
+    SequenceTeams,
+    attentions,
+    sequence_flow,
+)
 from autopar.runtime.tensor_parallel.skeleton import Skeleton, in_order, parameter_names
 from autopar.runtime.tensor_parallel.states import Classes, Flow, IllegalClassesError, flow
-from autopar.runtime.tensor_parallel.ulysses import SequenceFlow, UlyssesRewriter, attentions, sequence_flow
 
 
 @dataclass(eq=False)
@@ -62,7 +68,7 @@ class Derivation:
             return error.why
         return None
 
-    def why_no_ulysses(self) -> str | None:
+    def why_no_cut_sequence(self) -> str | None:
         """Why the block cannot run on parts of the sequence around its attention, or None."""
         try:
             sequence_flow(self.graph)
@@ -86,27 +92,28 @@ class Derivation:
         ((heads, kv_heads, head_dim),) = found
         return Attention(heads=heads, kv_heads=kv_heads, head_dim=head_dim)
 
-    def plan(self, axis_sizes: tuple[int, ...], sequence_norms: bool = False, sp: int = 1) -> BlockPlan:
+    def plan(self, axis_sizes: tuple[int, ...], sequence_norms: bool = False, sp: int = 1, cp: int = 1) -> BlockPlan:
         """The plan for prime axes, outermost first; raises InputError when they are not legal.
 
-        sp: Ulysses over so many ranks; then there may be no axis.
+        sp, cp: Ulysses and context parallelism over so many ranks; then there may be no axis.
         """
-        if (not axis_sizes and sp == 1) or any(len(prime_factors(n)) != 1 for n in axis_sizes):
+        if (not axis_sizes and sp == cp == 1) or any(len(prime_factors(n)) != 1 for n in axis_sizes):
             raise ValueError(f"axis sizes must be primes, not {axis_sizes}")
-        solved = solve(self, axis_sizes, sequence_norms, sp)
-        local = rewrite(solved, None, (0,) * len(axis_sizes), Team(sp, 0))
+        solved = solve(self, axis_sizes, sequence_norms, sp, cp)
+        local = rewrite(solved, None, (0,) * len(axis_sizes), SequenceTeams.alone(sp, cp))
         return BlockPlan(
             axis_sizes=tuple(axis_sizes),
             sequence_norms=sequence_norms,
             layouts=solved.layouts,
             calls=calls_of(self.graph, local.edits, set(self.trainable)),
             sp=sp,
+            cp=cp,
         )
 
 
 @dataclass(frozen=True, eq=False)
 class Solved:
-    """The classes of each axis, the flow under them and the layout of each parameter; with Ulysses its flow too."""
+    """The classes of each axis, the flow under them and the layout of each parameter; `parts` of a cut sequence."""
 
     graph: BlockGraph
     axis_sizes: tuple[int, ...]
@@ -144,10 +151,12 @@ def derive(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> D
     return derivation_of(skeleton, skeleton.trace(args, kwargs, block.training))
 
 
-def solve(derivation: Derivation, axis_sizes: tuple[int, ...], sequence_norms: bool, sp: int = 1) -> Solved:
+def solve(
+    derivation: Derivation, axis_sizes: tuple[int, ...], sequence_norms: bool, sp: int = 1, cp: int = 1
+) -> Solved:
     """The classes, states and layouts on these axes; raises InputError when they are not legal."""
-    if sp > 1:
-        return _with_ulysses(derivation, axis_sizes, sequence_norms, sp)
+    if sp * cp > 1:
+        return _with_cut_sequence(derivation, axis_sizes, sequence_norms, sp, cp)
     choice, graph, size = derivation.choice, derivation.graph, prod(axis_sizes)
     what = f"tensor parallel {size}{'s' if sequence_norms else ''} is not possible for {derivation.class_name}"
     why = choice.why_illegal(axis_sizes)
@@ -177,10 +186,12 @@ def solve(derivation: Derivation, axis_sizes: tuple[int, ...], sequence_norms: b
     return Solved(graph, tuple(axis_sizes), axes, states, sequence, layouts)
 
 
-def _with_ulysses(derivation: Derivation, axis_sizes: tuple[int, ...], sequence_norms: bool, sp: int) -> Solved:
-    graph, what = derivation.graph, f"Ulysses over {sp} ranks is not possible for {derivation.class_name}"
-    fix = "leave this block without sp"
-    why = derivation.why_no_ulysses()
+def _with_cut_sequence(
+    derivation: Derivation, axis_sizes: tuple[int, ...], sequence_norms: bool, sp: int, cp: int
+) -> Solved:
+    graph, what = derivation.graph, f"sp {sp} with cp {cp} is not possible for {derivation.class_name}"
+    fix = "leave this block without sp and cp"
+    why = derivation.why_no_cut_sequence()
     if why is None and sequence_norms:
         why = "sequence-parallel norms cut the same sequence"
     if why is not None:
@@ -189,8 +200,8 @@ def _with_ulysses(derivation: Derivation, axis_sizes: tuple[int, ...], sequence_
     ways = prod(axis_sizes) * sp
     if attention is None or attention.heads % ways or attention.kv_heads % ways:
         raise InputError(what, why=f"{attention} is not divisible by {ways} ranks", fix=fix)
-    if parts.sequence.size % sp:
-        raise InputError(what, why=f"{sp} ranks do not divide the sequence of {parts.sequence.size}", fix=fix)
+    if parts.sequence.size % (sp * cp):
+        raise InputError(what, why=f"{sp * cp} ranks do not divide the sequence of {parts.sequence.size}", fix=fix)
     if axis_sizes:
         return replace(solve(derivation, axis_sizes, False), sequence=parts.sequence, parts=parts)
     states = Flow(raw=dict.fromkeys(graph.dims, ()), state=dict.fromkeys(graph.dims, ()))
@@ -199,17 +210,17 @@ def _with_ulysses(derivation: Derivation, axis_sizes: tuple[int, ...], sequence_
 
 
 def rewrite(
-    solved: Solved, teams: list[Team] | None, coordinate: tuple[int, ...], sequence_team: Team | None = None
+    solved: Solved, teams: list[Team] | None, coordinate: tuple[int, ...], sharing: SequenceTeams | None = None
 ) -> LocalGraph:
     """The graph of the rank at these coordinates; `teams` are the axes and then all together, None: no groups.
 
-    sequence_team: the ranks that share the sequence under Ulysses.
+    sharing: the ranks that share the sequence, where it is cut.
     """
     if teams is None:
         teams = make_teams(solved.axis_sizes, coordinate, None)
     if solved.parts is not None:
-        assert sequence_team is not None
-        return UlyssesRewriter(
+        assert sharing is not None
+        return SequenceRewriter(
             solved.graph,
             solved.flow,
             solved.axes,
@@ -218,7 +229,7 @@ def rewrite(
             teams,
             solved.sequence,
             parts=solved.parts,
-            team=sequence_team,
+            sharing=sharing,
         ).run()
     return Rewriter(
         solved.graph, solved.flow, solved.axes, solved.axis_sizes, coordinate, teams, solved.sequence

@@ -17,6 +17,7 @@ from autopar.runtime.tensor_parallel.collectives import Team
 from autopar.runtime.tensor_parallel.derive import derivation_of, make_teams, rewrite, solve
 from autopar.runtime.tensor_parallel.layout import BlockPlan
 from autopar.runtime.tensor_parallel.native import make_native
+from autopar.runtime.tensor_parallel.sequence import SequenceTeams
 from autopar.runtime.tensor_parallel.skeleton import Key, Skeleton, in_order, parameter_names, signature
 from autopar.runtime.trees import tree_unflatten
 
@@ -46,7 +47,7 @@ class LocalGraphs:
     plan: BlockPlan
     coordinate: tuple[int, ...]
     teams: list[Team]
-    sequence_team: Team | None = None
+    sharing: SequenceTeams | None = None
     compiled: dict[Key, Compiled] = field(default_factory=dict)
 
     def get(self, key: Key, args: tuple[Any, ...], kwargs: dict[str, Any], dtypes: dict[str, torch.dtype]) -> Compiled:
@@ -62,7 +63,7 @@ class LocalGraphs:
         plan = self.plan
         graph = self.skeleton.trace(args, kwargs, training, dtypes, plan.sequence_parts)
         derivation = derivation_of(self.skeleton, graph)
-        solved = solve(derivation, plan.axis_sizes, plan.sequence_norms, plan.sp)
+        solved = solve(derivation, plan.axis_sizes, plan.sequence_norms, plan.sp, plan.cp)
         if solved.layouts != plan.layouts:
             wrong = next(name for name in plan.layouts if plan.layouts[name] != solved.layouts.get(name))
             raise RunError(
@@ -70,7 +71,7 @@ class LocalGraphs:
                 why=f"{wrong} would be cut differently for {graph.residual.meta['val'].shape}",
                 fix="keep this block data parallel, or keep the shapes it was planned for",
             )
-        local = rewrite(solved, self.teams, self.coordinate, self.sequence_team)
+        local = rewrite(solved, self.teams, self.coordinate, self.sharing)
         make_native(local.graph)
         root = nn.Module()
         for name, module in local.modules.items():
@@ -134,13 +135,13 @@ def apply(
     groups: Sequence[Any] | None,
     coordinate: tuple[int, ...],
     graphs: LocalGraphs | None = None,
-    sequence: Team | None = None,
+    sharing: SequenceTeams | None = None,
 ) -> LocalGraphs:
     """The local graphs, after replacing the block's parameters by local ones and its forward by their runner.
 
     groups: the process group of each axis, then one of all axes when there are several, ranks row major over the
     axes; None: collectives only change shapes. graphs: those of an earlier block, as LocalGraphs says.
-    sequence: the ranks that share the sequence under Ulysses, None where the plan has none. Names, state-dict keys,
+    sharing: the ranks that share the sequence, None where it is not cut. Names, state-dict keys,
     requires_grad and hooks of the block stay. Raises ValueError for a block that is tensor parallel already, the plan
     of another block, or groups in which this rank stands elsewhere.
     """
@@ -154,9 +155,10 @@ def apply(
         for team in teams:
             if team.group is not None and dist.get_rank(team.group) != team.rank:
                 raise ValueError(f"rank {dist.get_rank(team.group)} of its group stands at {coordinate}")
-        if (1 if sequence is None else sequence.ranks) != plan.sp:
-            raise ValueError(f"the plan cuts the sequence over {plan.sp} ranks, not {sequence}")
-        graphs = LocalGraphs(Skeleton(block), plan, coordinate, teams, sequence)
+        shared = (1, 1) if sharing is None else (sharing.sp.ranks, sharing.cp.ranks)
+        if shared != (plan.sp, plan.cp):
+            raise ValueError(f"the plan cuts the sequence by sp {plan.sp} and cp {plan.cp}, not by {shared}")
+        graphs = LocalGraphs(Skeleton(block), plan, coordinate, teams, sharing)
     executor = Executor(block, graphs)
     local: dict[int, nn.Parameter] = {}
     for name, p in list(block.named_parameters(remove_duplicate=False)):

@@ -127,8 +127,8 @@ class BlockPlan:
     """How the ranks of a tensor-parallel group hold and run one block; the same for every batch and sequence.
 
     axis_sizes: the prime axes, outermost first; ranks are numbered row major over them. layouts: of every parameter by
-    its name. calls: the collectives of one forward and backward at the traced sequence length. sp: over how many ranks
-    the sequence is cut around the attention, for each of the tensor-parallel ranks.
+    its name. calls: the collectives of one forward and backward at the traced sequence length. sp, cp: over how many
+    ranks Ulysses and context parallelism cut the sequence, for each of the tensor-parallel ranks.
     """
 
     axis_sizes: tuple[int, ...]
@@ -136,6 +136,7 @@ class BlockPlan:
     layouts: dict[str, ParameterLayout]
     calls: tuple[TensorParallelCall, ...]
     sp: int = 1
+    cp: int = 1
 
     @property
     def tp(self) -> int:
@@ -145,7 +146,7 @@ class BlockPlan:
     @property
     def sequence_parts(self) -> int:
         """Into how many parts the sequence of the block's activation is cut."""
-        return self.sp * (self.tp if self.sequence_norms else 1)
+        return self.sp * self.cp * (self.tp if self.sequence_norms else 1)
 
     @cached_property
     def coordinates(self) -> tuple[tuple[int, ...], ...]:

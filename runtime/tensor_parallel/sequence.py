@@ -1,28 +1,57 @@
-"""Ulysses: a block on a part of the sequence, with its attention on all of the sequence and a part of the heads.
+"""Sequence parallelism: a block on a part of the sequence, with its attention shared out between the ranks.
 
-Every operator but scaled_dot_product_attention treats places alike and runs on the own part; around the attention
-queries, keys, values and its output change hands (all-to-all). Side inputs that carry the sequence are whole and cut
-where they meet a part; masks are whole, as the attention is. Gradients of parameters are partial sums, which whoever
-holds the parameters adds up over the ranks.
+Every operator but scaled_dot_product_attention treats places alike and runs on the own part. Around the attention
+queries, keys, values and its output change hands with Ulysses (sp: all-to-all), so that a rank has all of the sequence
+for a part of the heads; with context parallelism (cp) keys and values are gathered for the rank's own queries. Side
+inputs that carry the sequence are whole and cut where they meet a part; masks are whole, and a rank takes the rows and
+columns by their places in the whole sequence. Gradients of parameters are partial sums, which whoever holds the
+parameters adds up over the ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 
-from autopar.runtime.tensor_parallel.collectives import Copy, Slice, Team
+from autopar.runtime.tensor_parallel.collectives import Copy, Slice, Team, gather_parts
 from autopar.runtime.tensor_parallel.factors import Dims, Factor, leaves
 from autopar.runtime.tensor_parallel.graph import BlockGraph, op_name, sequence_leaf
 from autopar.runtime.tensor_parallel.rewrite import Rewriter, is_random
 from autopar.runtime.tensor_parallel.states import IllegalClassesError
 
 ATTENTION = "scaled_dot_product_attention"
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceTeams:
+    """The ranks that share the sequence of some samples: `whole` all of them, in the order of their parts.
+
+    sp, cp: those among which heads change hands, and those that gather keys and values. own: the parts that this rank
+    has after the exchange; every: those that it has after the gather too, in this order.
+    """
+
+    whole: Team
+    sp: Team
+    cp: Team
+    own: tuple[int, ...]
+    every: tuple[int, ...]
+
+    @classmethod
+    def alone(cls, sp: int, cp: int) -> SequenceTeams:
+        """The first rank's, without groups: collectives only change shapes."""
+        parts = tuple(range(sp * cp))
+        return cls(Team(sp * cp, 0), Team(sp, 0), Team(cp, 0), parts[:sp], parts)
+
+    def places(self, sequence: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The places in the whole sequence of this rank's queries, and of the keys and values."""
+        parts = torch.arange(sequence, device=device).view(self.whole.ranks, -1)
+        return parts[list(self.own)].flatten(), parts[list(self.every)].flatten()
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,16 +124,16 @@ def _check_attention(graph: BlockGraph, node: fx.Node, parts: set[fx.Node], sequ
 
 
 @dataclass
-class UlyssesRewriter(Rewriter):
-    """Rewrites a block graph for one rank of `team`, beside tensor parallelism if there is any."""
+class SequenceRewriter(Rewriter):
+    """Rewrites a block graph for one of the ranks that share a sequence, beside tensor parallelism if there is any."""
 
     parts: SequenceFlow = field(kw_only=True)
-    team: Team = field(kw_only=True)
+    sharing: SequenceTeams = field(kw_only=True)
 
     @property
     def sequence_ranks(self) -> int:
         """The ranks that share the sequence."""
-        return self.team.ranks
+        return self.sharing.whole.ranks
 
     def is_part(self, node: fx.Node) -> bool:
         """Whether a node works on a part of the sequence."""
@@ -113,7 +142,7 @@ class UlyssesRewriter(Rewriter):
     def _edge(self, user: fx.Node, node: fx.Node) -> fx.Node:
         value = super()._edge(user, node)
         if (user, node) in self.parts.cuts:
-            part = Slice(self.team, self._shape(node, True), self._outer(node))
+            part = Slice(self.sharing.whole, self._shape(node, True), self._outer(node))
             value = self._once("slice", (), node, value, part)
         return value
 
@@ -122,7 +151,7 @@ class UlyssesRewriter(Rewriter):
         side = node in self.source.inputs and node is not self.source.residual
         if side and node.meta["val"].is_floating_point():
             name = f"sp_copy_{len(self.modules)}"
-            self.modules[name] = Copy(self.team)
+            self.modules[name] = Copy(self.sharing.whole)
             self._new[node] = self.graph.call_module(name, (self._new[node],))
         super()._placeholder(node)
 
@@ -133,9 +162,9 @@ class UlyssesRewriter(Rewriter):
         target: Any = copy.target
         random = is_random(node)
         if random:
-            target = self._forked(copy, self._cut_axes(node), self.team.rank)
+            target = self._forked(copy, self._cut_axes(node), self.sharing.whole.rank)
         if op_name(node) == ATTENTION:
-            target = Exchanged(self.team, target)
+            target = SplitAttention(self.sharing, target)
         elif not random:
             return
         name = f"sp_{op_name(node)}_{len(self.modules)}"
@@ -144,23 +173,45 @@ class UlyssesRewriter(Rewriter):
         self.graph.erase_node(copy)
 
 
-class Exchanged(nn.Module):
-    """An attention of which each rank does its part of the heads, on the whole sequence."""
+class SplitAttention(nn.Module):
+    """The attention of one rank: on its part of the heads (sp), with its part of the queries (cp)."""
 
-    def __init__(self, team: Team, attention: Any) -> None:
+    def __init__(self, teams: SequenceTeams, attention: Any) -> None:
         super().__init__()
-        self.team, self.attention = team, attention
+        self.teams, self.attention = teams, attention
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *args: Any, **kwargs: Any
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **kwargs: Any,
     ) -> Tensor:
         """The own part of the sequence, of all heads, from the same of queries, keys and values."""
-        q, k, v = (_Exchange.apply(x, self.team, -3, -2) for x in (q, k, v))
-        mask = kwargs.pop("attn_mask", mask)
-        if mask is not None and mask.dim() > 2 and mask.shape[-3] > 1:
-            mask = mask.chunk(self.team.ranks, -3)[self.team.rank]
-        out: Tensor = _Exchange.apply(self.attention(q, k, v, mask, *args, **kwargs), self.team, -2, -3)
-        return out
+        sp, cp, mask = self.teams.sp, self.teams.cp, attn_mask
+        if sp.ranks > 1:
+            q, k, v = (_Exchange.apply(x, sp, -3, -2) for x in (q, k, v))
+            if mask is not None and mask.dim() > 2 and mask.shape[-3] > 1:
+                mask = mask.chunk(sp.ranks, -3)[sp.rank]
+        if cp.ranks > 1:
+            k, v = (_whole_sequence(x, cp) for x in (k, v))
+            rows, columns = self.teams.places(k.shape[-2], q.device)
+            if mask is not None:
+                mask = mask.index_select(-2, rows) if mask.shape[-2] > 1 else mask
+                mask = mask.index_select(-1, columns) if mask.shape[-1] > 1 else mask
+            if is_causal:
+                mask, is_causal = rows[:, None] >= columns, False
+        out: Tensor = self.attention(q, k, v, mask, dropout_p, is_causal, **kwargs)
+        return _Exchange.apply(out, sp, -2, -3) if sp.ranks > 1 else out
+
+
+def _whole_sequence(x: Tensor, team: Team) -> Tensor:
+    """Keys or values of all ranks; the backward sums what the ranks' queries want of them."""
+    shape = [*x.shape[:-2], x.shape[-2] * team.ranks, x.shape[-1]]
+    return gather_parts(x, team, shape, prod(x.shape[:-2]))
 
 
 class _Exchange(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""Ulysses: blocks on parts of the sequence against one process, and faults that must be caught."""
+"""Ulysses and context parallelism: blocks on parts of the sequence against one process; faults that are caught."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from autopar.runtime.tensor_parallel import derive
 Ranks = Callable[..., list[Any]]
 
 LLAMA = (
-    "LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads={heads}, "
+    "LlamaConfig(hidden_size=48, intermediate_size=48, num_hidden_layers=4, num_attention_heads={heads}, "
     "num_key_value_heads={kv}, head_dim=8, vocab_size=64, max_position_embeddings=64)"
 )
 LLAMA4 = LLAMA.format(heads=4, kv=4)
@@ -29,7 +29,13 @@ PLAIN = "examples/gpt.py:build(width=32, heads=4, blocks=2, vocab=67, context=16
 STAGES = {"pp": 2, "layers_per_stage": [2, 2], "micro_batches": 2}
 
 PLANS: dict[str, tuple[str, list[str], int, dict[str, Any]]] = {
-    "sharded, and beside tensor parallelism": (GPT2, ["dp2-tp2", "dp2-z3-sp2", "tp2-sp2", "dp2-tp2"], 4, {}),
+    "sharded, and beside tensor parallelism": (GPT2, ["dp2-tp2", "dp2-z3-sp2", "tp2-cp2", "dp2-tp2"], 4, {}),
+    "keys and values gathered": (
+        LLAMA.format(heads=4, kv=2),
+        ["dp4", "cp4", "sp2-cp2", "dp2-z3-cp2-r", "tp2-cp2", "dp4-z2"],
+        4,
+        {"micro_batches": 2, "sequence": 16},
+    ),
     "every kind of neighbour": (
         LLAMA4,
         ["dp2-z3-tp2", "dp2-z3-sp2", "tp2-sp2", "dp4-z3", "dp2-sp2-r", "dp4"],
@@ -46,7 +52,7 @@ PLANS: dict[str, tuple[str, list[str], int, dict[str, Any]]] = {
     ),
     "three by two ranks, in halves": (
         LLAMA.format(heads=12, kv=6),
-        ["dp12", "dp4-z3-h2-sp3", "dp2-sp6", "dp2-tp3-sp2", "dp12-z3", "dp12"],
+        ["dp12", "dp4-z3-h2-sp3", "dp2-sp3-cp2", "dp2-tp3-sp2", "dp4-cp3", "dp12"],
         12,
         {"global_batch": 12, "sequence": 12},
     ),
@@ -62,15 +68,20 @@ def test_a_cut_sequence_equals_one_process(name: str, ranks: Ranks) -> None:
 
 
 def test_an_exchange_is_the_whole_cut_otherwise(ranks: Ranks) -> None:
-    for found in ranks("ulysses_jobs:exchanged", 4, heads=8, sequence=12):
+    for found in ranks("sequence_jobs:exchanged", 4, heads=8, length=12):
         assert max(found.values()) == 0.0, found
 
 
 @pytest.mark.parametrize("fault", ["own part only", "wrong order"])
 def test_a_wrong_exchange_is_caught(fault: str, ranks: Ranks) -> None:
     arguments = {"source": PLAIN, "strategies": ["dp4", "dp2-sp2", "dp4", "dp4"], "fault": fault}
-    for found in ranks("ulysses_jobs:faulty", 4, **arguments):
-        assert "RunError: the Ulysses plan of Block is wrong at" in found
+    for found in ranks("sequence_jobs:faulty", 4, **arguments):
+        assert "RunError: the sequence-parallel plan of Block is wrong at" in found
+
+
+def test_a_mask_taken_by_local_places_is_caught(ranks: Ranks) -> None:
+    for found in ranks("sequence_jobs:local_rows", 4, source=PLAIN, strategies=["dp4", "dp2-cp2", "dp4", "dp4"]):
+        assert "RunError: the sequence-parallel plan of Block is wrong at" in found
 
 
 def test_a_gradient_that_is_not_summed_over_the_sequence_is_caught(ranks: Ranks) -> None:
@@ -110,14 +121,14 @@ class Block(nn.Module):
 )
 def test_what_needs_the_whole_sequence_is_refused_by_name(kind: str, words: str) -> None:
     derivation = derive(Block(kind), (torch.randn(2, 6, 16),), {})
-    assert derivation.why_no_ulysses() == words
-    with pytest.raises(InputError, match="Ulysses over 2 ranks is not possible for Block"):
+    assert derivation.why_no_cut_sequence() == words
+    with pytest.raises(InputError, match="sp 2 with cp 1 is not possible for Block"):
         derivation.plan((), sp=2)
 
 
 def test_heads_that_do_not_divide_are_refused() -> None:
     derivation = derive(Block(), (torch.randn(2, 6, 16),), {})
-    assert derivation.why_no_ulysses() is None
+    assert derivation.why_no_cut_sequence() is None
     with pytest.raises(InputError, match="heads=2"):
         derivation.plan((), sp=3)
 
