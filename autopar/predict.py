@@ -310,7 +310,7 @@ def _stage_work(
         tuple(w.gather_s * (z in kinds) for w, z in zip(works, zeros, strict=True)) for kinds in ((2, 3), (3,))
     )
     nothing = (0.0,) * len(works)
-    # On CPUs torch's FSDP waits for each collective; elsewhere they run beside the compute, one layer ahead.
+    # Collectives run beside the compute, one layer ahead; where that was not measured, each is waited for.
     slowdown = links.overlap_slowdown if links.overlap_origin == "measured" else None
     warm, cold = (
         Row(computes_s=forwards, gathers_s=gathers, reduces_s=nothing, slowdown=slowdown) for gathers in (again, whole)

@@ -88,7 +88,7 @@ def beside(
 def behind(
     computes_s: tuple[float, ...], gathers_s: tuple[float, ...], reduces_s: tuple[float, ...]
 ) -> tuple[float, tuple[Span, ...]]:
-    """The same where the host waits for every collective (torch's FSDP on CPUs): one after another."""
+    """The same where the host waits for every collective (torch's FSDP on CPUs does): one after another."""
     now, spans = 0.0, []
     kinds: tuple[Literal["gather", "compute", "reduce"], ...] = ("gather", "compute", "reduce")
     for layer, lengths in enumerate(zip(gathers_s, computes_s, reduces_s, strict=True)):

@@ -9,7 +9,7 @@ import pytest
 
 from autopar.measured import ModelFile
 from autopar.plan import Plan
-from autopar.predict import stage_memory
+from autopar.predict import rank_memory
 from autopar.profiler.models import profile
 from autopar.runtime.models import build_model
 
@@ -38,10 +38,22 @@ PLANS: dict[str, tuple[list[str], dict[str, Any]]] = {
         ["dp1", "dp1", "dp1-r", "dp1", "dp1", "dp1"],
         {"pp": 4, "layers_per_stage": [2, 1, 1, 2], "micro_batches": 4},
     ),
+    "two stages a rank": (
+        ["dp2", "dp2-z3", "tp2", "dp2-z2", "dp2-r", "dp2-z3"],
+        {"pp": 2, "layers_per_stage": [2, 1, 1, 2], "micro_batches": 4, "schedule": "interleaved-1f1b"},
+    ),
+    **{
+        schedule: (
+            ["dp2", "dp2", "dp2", "dp2-r" if schedule == "looped-bfs" else "dp2", "dp2", "dp2"],
+            {"pp": 2, "layers_per_stage": [2, 1, 1, 2], "micro_batches": 4, "schedule": schedule},
+        )
+        for schedule in ("looped-bfs", "interleaved-zero-bubble", "zbv", "dualpipev")
+    },
 }  # fmt: skip
 
 
-SLOW = ("kept whole between", "two filled stages")
+SEVERAL = ("two stages a rank", "looped-bfs", "interleaved-zero-bubble", "zbv", "dualpipev")
+SLOW = (*SEVERAL, "kept whole between", "two filled stages")
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +73,6 @@ def test_predicted_peak_is_within_five_percent_of_the_tracked_one(
     plan = Plan.loads(results[0]["plan"])
     width = plan.mesh.ranks_per_stage
     for rank, result in enumerate(results):
-        predicted = stage_memory(plan, rank // width, measured.model, measured.layers)
+        predicted = rank_memory(plan, rank // width, measured.model, measured.layers)
         error = predicted.peak_bytes / result["peak_memory_bytes"] - 1
         assert abs(error) <= 0.05, f"rank {rank}: {predicted} against {result['peak_memory_bytes']} ({error:+.1%})"
