@@ -32,8 +32,7 @@ OPTIMIZER_TEMPORARIES = {"adamw": 2, "sgd": 1, "sgd-momentum": 1, "adamw-offload
 are offloaded come and go parameter by parameter, and count here."""
 
 ASSUMED_SECOND_PART = 0.6
-"""Assumed: the gradients of the outputs of all weights, which a second part of a backward needs, in saved sets (0.57
-was measured on a Llama block and its head)."""
+"""Assumed: the gradients of the outputs of all weights in saved sets (0.57 measured on a Llama block and its head)."""
 
 PARTS = ("parameters", "gradients", "optimizer", "unsharded", "communication", "activations", "transient")
 
@@ -139,7 +138,7 @@ class Unit:
 
     @property
     def second_part_bytes(self) -> int:
-        """What the first part of a backward leaves for the second beside what was kept."""
+        """What the first part of a backward leaves for the second beside what was kept: gradients of outputs."""
         return ceil(self.saved_bytes * ASSUMED_SECOND_PART)
 
     @cached_property
@@ -368,8 +367,7 @@ class _State:
                 ledger.look(unit.output_bytes + unit.forward_peak_bytes)
             work = max(unit.saved_bytes, unit.backward_peak_bytes - unit.trainable_bytes)
             ledger.look(max(0, unit.input_bytes + work - unit.kept_bytes))
-            # What was recomputed stays to the end of the step (measured: torch's checkpoint keeps it for the second
-            # part, in which every weight recomputes for itself).
+            # What was recomputed stays to the end of the step (measured: torch's checkpoint keeps it).
             ledger.add("activations", unit.second_part_bytes + unit.saved_bytes - unit.kept_bytes)
             ledger.look(unit.input_bytes)
 
