@@ -115,6 +115,7 @@ def _with_cut_sequence(cost: LayerCost, attention: Attention, strategy: Strategy
         samples=tuple(n * cut for n in cost.samples),
         calls=tuple(calls),
         origin="assumed",
+        later_backward_peak_bytes=None,
         **scaled,
     )
 
@@ -169,6 +170,7 @@ def _with_cut_vocabulary(cost: LayerCost, kind: LayerKind, tp: int, sequence: in
         flops=_scaled(cost.flops, share),
         calls=tuple(calls),
         origin="assumed",
+        later_backward_peak_bytes=None,
         **changed,
     )
 

@@ -163,6 +163,7 @@ class LayerCost:
     forward_peak_bytes: highest live bytes during the forward above those at its entry (saved set included).
     backward_peak_bytes: highest live bytes during the backward above those live before the forward, counting the
     saved set, the incoming and outgoing gradients and the growing parameter gradients.
+    later_backward_peak_bytes: likewise where all gradients exist before, above them; None where it was not traced.
     flops: of one forward; origin: of the seconds; trainable_tensors: how many parameters are trained.
     """
 
@@ -184,6 +185,7 @@ class LayerCost:
     calls: tuple[TensorParallelCall, ...] = ()
     origin: Origin = omitted("measured")
     trainable_tensors: int = omitted(1)
+    later_backward_peak_bytes: Line | None = omitted(None)
 
     def __post_init__(self) -> None:
         if not len(self.samples) == len(self.forward_s) == len(self.backward_s) or not self.samples:
@@ -196,9 +198,16 @@ class LayerCost:
             raise ValueError("LayerCost.trainable_bytes must lie between 0 and parameter_bytes")
         if not 0 <= self.largest_parameter_bytes <= self.parameter_bytes <= _MOST_BYTES:
             raise ValueError("LayerCost.largest_parameter_bytes <= parameter_bytes <= 2^50 must hold")
-        for field in ("input_bytes", "output_bytes", "saved_bytes", "forward_peak_bytes", "backward_peak_bytes"):
-            line: Line = getattr(self, field)
-            if max(abs(line.fixed), abs(line.per_sample)) > _MOST_BYTES:
+        for field in (
+            "input_bytes",
+            "output_bytes",
+            "saved_bytes",
+            "forward_peak_bytes",
+            "backward_peak_bytes",
+            "later_backward_peak_bytes",
+        ):
+            line: Line | None = getattr(self, field)
+            if line is not None and max(abs(line.fixed), abs(line.per_sample)) > _MOST_BYTES:
                 raise ValueError(f"LayerCost.{field} is absurd: {line.fixed:g} + {line.per_sample:g} a sample")
 
 

@@ -58,6 +58,7 @@ class Unit:
     forward_peak_bytes: int
     backward_peak_bytes: int
     relayout: bool = False
+    traced_later_bytes: int | None = None
     widening: int = 1
 
     @classmethod
@@ -72,6 +73,7 @@ class Unit:
         dtype: str = "float32",
     ) -> Unit:
         """The unit of a layer; `shared_bytes` of its parameters belong to another unit of the rank (tied weights)."""
+        later = cost.later_backward_peak_bytes
         return cls(
             zero=strategy.zero,
             shards=strategy.state_shards,
@@ -84,6 +86,7 @@ class Unit:
             saved_bytes=ceil(max(0.0, cost.saved_bytes.at(samples))),
             forward_peak_bytes=ceil(max(0.0, cost.forward_peak_bytes.at(samples))),
             backward_peak_bytes=ceil(max(0.0, cost.backward_peak_bytes.at(samples))),
+            traced_later_bytes=None if later is None else ceil(max(0.0, later.at(samples))),
             relayout=relayout,
             widening=2 if dtype == "bfloat16" else 1,
         )
@@ -145,10 +148,13 @@ class Unit:
     def later_backward_peak_bytes(self) -> int:
         """The working set of a backward that adds to gradients that already exist: one new gradient at a time.
 
-        Saved sets go as gradients come, both about evenly, so the trace's peak lies at one of the two ends. Measured
-        on a Llama block whose saved set outweighs its parameters: the full peak, not the peak less the gradients.
+        As traced; otherwise estimated: saved sets go as gradients come, both about evenly, so the trace's peak lies at
+        one of the two ends. Measured on a Llama block whose saved set outweighs its parameters: the full peak, not the
+        peak less the gradients.
         """
         grads, one = self.trainable_bytes, min(self.largest_parameter_bytes, self.trainable_bytes)
+        if self.traced_later_bytes is not None:
+            return min(self.backward_peak_bytes, self.traced_later_bytes) + one * (self.widening - 1) * 2
         ends = self.backward_peak_bytes - grads + max(self.saved_bytes, one)
         peak = min(self.backward_peak_bytes, max(self.saved_bytes + self.output_bytes, ends))
         return peak + one * (self.widening - 1) * 2

@@ -31,6 +31,7 @@ class LayerBytes:
     saved_bytes: Line
     forward_peak_bytes: Line
     backward_peak_bytes: Line
+    later_backward_peak_bytes: Line
     flops: Line
     trainable_tensors: int
     calls: tuple[TensorParallelCall, ...]

@@ -77,7 +77,7 @@ def measure(bench: LayerBench, *, degrees: Sequence[int], samples: Sequence[int]
     for place, key in enumerate(keys):
         report({"done": done, "total": total, "what": f"memory of {key}"})
         if place % world == rank:
-            bytes_of[str(place)] = layer_bytes(bench, key, samples)
+            bytes_of[str(place)] = layer_bytes(bench, key, timed[place])
         done += 1
     repeats: dict[tuple[int, int], int] = {}
     bursts: dict[tuple[int, int], list[LayerSeconds]] = {cell: [] for cell in cells}
@@ -128,6 +128,7 @@ def layer_bytes(bench: LayerBench, key: LayerKey, samples: Sequence[int]) -> Lay
         saved_bytes=line(lambda found: found.saved_bytes),
         forward_peak_bytes=line(lambda found: found.forward_peak_bytes),
         backward_peak_bytes=line(lambda found: found.backward_peak_bytes),
+        later_backward_peak_bytes=line(lambda found: found.later_backward_peak_bytes),
         flops=line(lambda found: found.flops),
         trainable_tensors=sum(p.requires_grad for p in parameters),
         calls=bench.calls(key),

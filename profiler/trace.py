@@ -40,6 +40,7 @@ class LayerTrace:
     saved_bytes: int
     forward_peak_bytes: int
     backward_peak_bytes: int
+    later_backward_peak_bytes: int
     flops: int
 
 
@@ -48,7 +49,7 @@ def trace(call: LayerCall, *, shared_bytes: int = 0) -> LayerTrace:
 
     shared_bytes: side inputs that live during both peaks although this call does not hold them. The peaks count the
     side inputs (but never the batch, the incoming activation or the parameters), the saved set does not: they exist
-    once, and only one layer is at its peak at a time. Cost: three forwards and one backward.
+    once, and only one layer is at its peak at a time. Cost: four forwards and two backwards.
     """
     with torch.no_grad():
         call.run(call.hidden)  # what runs for the first time may compile, and that is not the layer's own memory
@@ -63,9 +64,10 @@ def trace(call: LayerCall, *, shared_bytes: int = 0) -> LayerTrace:
         forward_peak_bytes = live.peak_bytes - entry_bytes
         ending = _Gradient.apply(output)
         del output
-        live.reset_peak()
-        ending.backward()
-        backward_peak_bytes = live.peak_bytes - entry_bytes
+        backward_peak_bytes = _backward_peak_bytes(ending, live) - entry_bytes
+        entry_bytes = live.current_bytes  # with the gradients
+        ending = _Gradient.apply(run_inside_model(call, weight))
+        later_bytes = _backward_peak_bytes(ending, live) - entry_bytes
     call.module.zero_grad(set_to_none=True)
     return LayerTrace(
         input_bytes=storage_bytes(call.hidden) if call.hidden is not None else storage_bytes(call.sides),
@@ -73,8 +75,16 @@ def trace(call: LayerCall, *, shared_bytes: int = 0) -> LayerTrace:
         saved_bytes=saved_bytes,
         forward_peak_bytes=forward_peak_bytes + shared_bytes,
         backward_peak_bytes=backward_peak_bytes + shared_bytes,
+        later_backward_peak_bytes=later_bytes + shared_bytes,
         flops=flops,
     )
+
+
+def _backward_peak_bytes(ending: Tensor, live: LiveBytes) -> int:
+    """The highest live bytes during the backward from the end of a graph."""
+    live.reset_peak()
+    ending.backward()
+    return live.peak_bytes
 
 
 def run_inside_model(call: LayerCall, weight: Tensor) -> Tensor:

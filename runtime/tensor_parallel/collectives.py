@@ -48,7 +48,9 @@ def _reduce_scatter(x: Tensor, team: Team, shape: list[int], outer: int) -> Tens
     """This rank's part, of this shape, of the sum over all ranks."""
     parts = x.reshape(outer, team.ranks, -1).transpose(0, 1).contiguous()
     if team.group is None:
-        return parts[team.rank].clone().view(shape)
+        # On a CPU gloo adds up in a copy of its input.
+        summed = parts.clone() if parts.device.type == "cpu" else parts
+        return summed[team.rank].clone().view(shape)
     out = x.new_empty(shape)
     dist.reduce_scatter_single(out.view(-1), parts.view(-1), group=team.group)
     return out
