@@ -13,14 +13,14 @@ from autopar.runtime.randomness import BlockStream
 
 Ranks = Callable[..., list[Any]]
 
-OTHERS = ("dp2-z3-tp2", "dp2-tp2s")
+OTHERS = ("dp2-z3-tp2", "dp2-tp2s", "dp2-sp2", "dp2-cp2")
 
 
 @pytest.mark.parametrize("strategy", ["dp2-tp2", *(pytest.param(s, marks=pytest.mark.slow) for s in OTHERS)])
 def test_residual_masks_follow_the_samples(strategy: str, ranks: Ranks) -> None:
     plain = ranks("dropout", 4, strategy=strategy)
     hidden = plain[0]["hidden"]
-    if strategy.endswith("s"):
+    if strategy.endswith(("s", "sp2", "cp2")):
         assert hidden[0] != hidden[1]  # each holds other positions of the same samples
     else:
         assert hidden[0] == hidden[1]
@@ -32,7 +32,7 @@ def test_residual_masks_follow_the_samples(strategy: str, ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize(
-    "strategy", ["dp2-tp2s", *(pytest.param(s, marks=pytest.mark.slow) for s in ("dp4", "dp2-tp2"))]
+    "strategy", ["dp2-tp2s", *(pytest.param(s, marks=pytest.mark.slow) for s in ("dp4", "dp2-tp2", "dp2-sp2", "dp2-cp2"))]
 )
 def test_recompute_draws_the_same_masks(strategy: str, ranks: Ranks) -> None:
     plain = ranks("dropout", 4, strategy=strategy)[0]
