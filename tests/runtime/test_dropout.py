@@ -32,7 +32,8 @@ def test_residual_masks_follow_the_samples(strategy: str, ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize(
-    "strategy", ["dp2-tp2s", *(pytest.param(s, marks=pytest.mark.slow) for s in ("dp4", "dp2-tp2", "dp2-sp2", "dp2-cp2"))]
+    "strategy",
+    ["dp2-tp2s", *(pytest.param(s, marks=pytest.mark.slow) for s in ("dp4", "dp2-tp2", "dp2-sp2", "dp2-cp2"))],
 )
 def test_recompute_draws_the_same_masks(strategy: str, ranks: Ranks) -> None:
     plain = ranks("dropout", 4, strategy=strategy)[0]

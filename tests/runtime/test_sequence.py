@@ -42,6 +42,12 @@ PLANS: dict[str, tuple[str, list[str], int, dict[str, Any]]] = {
         4,
         {"micro_batches": 2},
     ),
+    "split backwards, both ends on one rank": (
+        GPT2,
+        ["tp2", "sp2", "cp2", "tp2"],
+        4,
+        {"pp": 2, "layers_per_stage": [1, 1, 1, 1], "micro_batches": 4, "schedule": "zbv"},
+    ),
     "in stages": (GPT2, ["tp2", "sp2", "sp2-r", "tp2"], 4, STAGES),
     "all of the heads": (PLAIN, ["dp4", "sp4", "dp2-z1-sp2", "dp4-z2"], 4, {}),
     "next to sequence-parallel norms": (
