@@ -207,7 +207,7 @@ def _put(wanted: _Wanted, full: Tensor, optimizer: torch.optim.Optimizer | None)
         return
     assert optimizer is not None
     if not full.dim():
-        value: Tensor = full
+        value: Tensor = full.clone()  # two copies of a tied parameter would count one step twice
     elif isinstance(parameter, DTensor):
         local = piece(entry, full).to(parameter.device).clone()
         value = DTensor.from_local(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -77,3 +78,27 @@ def test_zero_3_under_split_backwards_is_wrong_and_so_refused(schedule: str, ran
     assert not all(one["agrees"] for one in found)
     with pytest.raises(AssertionError, match="ZeRO-3 frees the parameters"):
         ranks("compare_with_one_process", 4, source=LLAMA4, strategies=["dp2-z3"] * 6, **shape)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "ends", ["dp2-z2", "dp2", "dp2-z1"], ids=["two sharded copies", "one parameter", "one parameter, states cut"]
+)
+def test_checkpoints_of_both_ends_on_one_rank(ends: str, ranks: Ranks, tmp_path: Path) -> None:
+    several = {"strategies": [ends, "tp2", "dp2-z2-r", "tp2s", "dp2", ends], "schedule": "zbv", **TWO_EACH}
+    one = {"strategies": ["dp4-z3", "dp2-tp2", "tp4", "dp4-z2", "dp4", "dp4-z3"]}
+    for number, (writer, reader) in enumerate(((several, one), (one, several))):
+        folder = str(tmp_path / str(number))
+        written = ranks("save_after_two_steps", 4, source=TIED, folder=folder, **writer)
+        for found in ranks("resume", 4, source=TIED, folder=folder, **reader):
+            assert found["losses"] == pytest.approx(written[0]["losses"], rel=2e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["interleaved-1f1b", "zbv"])
+def test_training_with_several_stages_a_rank_is_tracked(schedule: str, ranks: Ranks) -> None:
+    strategies = ["dp2-z2", "tp2", "dp2-z2-r", "tp2s", "dp2", "dp2-z2"]
+    source = LLAMA4.replace("vocab_size=64", "vocab_size=256")
+    for found in ranks("train", 4, source=source, strategies=strategies, steps=4, schedule=schedule, **TWO_EACH):
+        assert found["losses"][-1] < found["losses"][0]
+        assert found["peak_memory_bytes"] > 0
