@@ -38,6 +38,9 @@ def upper_bound(
     counted = unit.share(grads) if steady else max(0, unit.share(grads) - kept)
     state = unit.held_bytes + unit.optimizer_bytes(optimizer) + counted
     state += whole - resident
+    if unit.zero == 1:
+        # At the end of the step its rows of the summed gradients lie beside the whole ones, and nothing is saved.
+        state += max(0, grads + unit.optimizer_share(grads) - kept - counted)
     # While the layer itself works backwards its gradients are there beside its saved sets.
     own = unit.share(grads) - counted
     around = before_bytes + after_bytes

@@ -248,6 +248,11 @@ def walk_stages(
                 ledger.look(0)
                 moments.append(_moment(ledger))
     ledger.moment = None
+    # ZeRO-1 sums all gradients at once: every rank's rows beside the whole ones, which then go.
+    scattered = [unit for unit in every if unit.zero == 1]
+    rows_bytes = sum(unit.optimizer_share(unit.gradient_bytes) for unit in scattered)
+    ledger.look(rows_bytes)
+    ledger.add("gradients", rows_bytes - sum(unit.gradient_bytes for unit in scattered))
     ledger.look(max(unit.temporary_bytes(optimizer) for unit in every))
     if moments is not None:
         moments.append(_moment(ledger))

@@ -64,7 +64,7 @@ def virtual_plans(
                     reason = reason or why_schedule_not_runnable(schedule, request.dtype)
                 if halted() or reason or per_rank * cut.pp > len(made.lower[place].time_ns):
                     continue
-                table = _allowed(made.lower[place], schedule)
+                table = allowed(made.lower[place], schedule)
                 plan = _fitting(table, place, schedule, per_rank, budget_bytes, base=base, priced=priced)
                 if plan is not None and _few_enough(plan, request.max_strategies):
                     step_ns = int(step_s(plan) * NS_PER_S)
@@ -80,7 +80,7 @@ def _work_ns(table: CostTables) -> int:
     return INFEASIBLE if (least == INFEASIBLE).any() else table.micro_batches * int(least.sum()) // table.stages
 
 
-def _allowed(table: CostTables, schedule: Schedule) -> CostTables:
+def allowed(table: CostTables, schedule: Schedule) -> CostTables:
     """The table without the strategies that the schedule forbids."""
     illegal = [why_sharding_illegal(strategy, schedule) is not None for strategy in table.strategies]
     time_ns = table.time_ns.copy()

@@ -81,6 +81,17 @@ def test_two_zero_3_units_by_hand() -> None:
     assert peak.peak_bytes == max(first, second) == 600
 
 
+def test_zero_1_holds_rows_beside_whole_gradients_at_the_end() -> None:
+    """Parameters 100, a quarter of 200 for the optimizer, gradients 100 and the rows 25 of their sum."""
+    idle = replace(PLAIN, input_bytes=0, output_bytes=0, saved_bytes=0, forward_peak_bytes=0, backward_peak_bytes=100)
+    peak = walk([_zero(1, idle)], actions("1f1b", 1, 0, 1), optimizer="adamw")
+    assert peak.peak_bytes == 100 + 50 + 100 + 25
+    for steady in (False, True):
+        bound = upper_bound(_zero(1, replace(idle, backward_peak_bytes=0)), optimizer="adamw", steady=steady)
+        assert bound.state_bytes >= 100 + 50 + 100 + 25
+    assert peak.parts_bytes["gradients"] == 100
+
+
 def test_zero_2_stays_whole_between_forward_and_backward() -> None:
     two, three = (walk([_zero(z)] * 3, actions("1f1b", 1, 0, 1), optimizer="adamw") for z in (2, 3))
     # The last unit's backward: three whole units, three saved sets.
@@ -130,7 +141,7 @@ def units(draw: st.DrawFn) -> Unit:
     """Any unit whose numbers hold together: peaks hold the saved set, the gradients and what goes in and out."""
     parameters, edge, saved = draw(small), draw(small), draw(small)
     trainable = draw(st.integers(0, parameters))
-    out, zero = draw(small), draw(st.sampled_from((0, 2, 3)))
+    out, zero = draw(small), draw(st.sampled_from((0, 1, 2, 3)))
     return Unit(
         zero=zero,
         shards=draw(st.sampled_from((2, 3, 4))) if zero else 1,

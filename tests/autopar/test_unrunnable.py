@@ -15,7 +15,7 @@ from autopar.errors import InputError
 from autopar.legality import why_not_runnable
 from autopar.model import ModelSpec
 from autopar.plan import Plan, PlanCluster, PlanModel
-from autopar.request import Request
+from autopar.request import Pin, Request
 from autopar.searching import search_files
 from autopar.space import StrategySpace, candidates
 from autopar.strategy import Strategy
@@ -47,6 +47,15 @@ def test_nothing_but_what_runs_is_searched_otherwise() -> None:
     space = _space(4, 4, 16, request())
     for layer, role in ((0, "embed"), (1, "block"), (-1, "head")):
         assert all(why_not_runnable(Strategy.parse(short), role) is None for short in _names(space, layer))
+
+
+def test_a_pin_is_no_way_around() -> None:
+    short = "dp2-cp2"
+    asked = request(pins=(Pin.parse(f"0: {short}"),))
+    if why_not_runnable(Strategy.parse(short)):
+        with pytest.raises(InputError, match="is not legal for layer 0"):
+            _space(4, 4, 16, asked)
+    assert _names(_space(4, 4, 16, replace(asked, allow_unrunnable=True)), 1) == {short}
 
 
 def test_hsdp_is_searched_where_dp_spans_nodes() -> None:

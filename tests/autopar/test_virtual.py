@@ -17,7 +17,7 @@ from autopar.request import Forbid, Schedule
 from autopar.schedules import SPLIT_BACKWARD
 from autopar.searching import search_files
 from autopar.tables import tables
-from autopar.virtual import even_cuts
+from autopar.virtual import allowed, even_cuts
 from tests.pricing import cluster_file, model_file, request
 
 MODEL, CLUSTER = model_file(6), cluster_file()
@@ -78,7 +78,26 @@ def test_the_plan_is_near_the_best_of_all(schedule: Schedule) -> None:
             steps.append(predict(plan, file.model, file.layers, CLUSTER.cluster, CLUSTER.links).step_s)
     assert min(steps) <= step_s(found) <= min(steps) * 1.02
     assert found.certificate is not None
-    assert found.certificate.lower_bound_ns <= min(steps) * 1e9
+    work_ns = 4 * int(made.time_ns.min(axis=1).sum()) // 2
+    assert found.certificate.lower_bound_ns == work_ns <= min(steps) * 1e9
+
+
+@pytest.mark.parametrize("schedule", ALL)
+def test_a_split_backward_leaves_zero_3_out(schedule: Schedule) -> None:
+    made = tables(
+        MODEL.model,
+        MODEL.layers,
+        CLUSTER.cluster,
+        CLUSTER.links,
+        request(),
+        pp=2,
+        num_micro_batches=4,
+        schedule="1f1b",
+    )
+    sharded = [strategy.zero == 3 for strategy in made.strategies]
+    left = allowed(made, schedule).feasible[:, sharded]
+    assert made.feasible[:, sharded].any()
+    assert left.any() == (schedule not in SPLIT_BACKWARD)
 
 
 def test_less_memory_is_never_faster() -> None:
