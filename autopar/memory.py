@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import ceil
 
+from autopar.ledger import Ledger
 from autopar.measured import LayerCost
 from autopar.orders import Action, Kind
 from autopar.plan import RankMemory
@@ -33,8 +34,6 @@ are offloaded come and go parameter by parameter, and count here."""
 
 ASSUMED_SECOND_PART = 0.6
 """Assumed: the gradients of the outputs of all weights in saved sets (0.57 measured on a Llama block and its head)."""
-
-PARTS = ("parameters", "gradients", "optimizer", "unsharded", "communication", "activations", "transient")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,36 +159,6 @@ class Unit:
         return peak + one * (self.widening - 1) * 2
 
 
-@dataclass(kw_only=True)
-class _Ledger:
-    """Live bytes by part, and a copy of them at the highest moment."""
-
-    live: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PARTS, 0))
-    total_bytes: int = 0
-    peak_bytes: int = -1
-    peak: dict[str, int] = field(default_factory=dict)
-    moment: RankMemory | None = None
-    recording: bool = False
-
-    def add(self, part: str, size_bytes: int) -> None:
-        self.live[part] += size_bytes
-        self.total_bytes += size_bytes
-
-    def look(self, transient_bytes: int, communication_bytes: int = 0) -> None:
-        """Note this moment, with so much more on top."""
-        moment_bytes = self.total_bytes + transient_bytes + communication_bytes
-        if moment_bytes > self.peak_bytes:
-            self.peak_bytes = moment_bytes
-            self.peak = dict(self.live)
-            self.peak["transient"] += transient_bytes
-            self.peak["communication"] += communication_bytes
-        if self.recording and (self.moment is None or moment_bytes > self.moment.peak_bytes):
-            parts = dict(self.live)
-            parts["transient"] += transient_bytes
-            parts["communication"] += communication_bytes
-            self.moment = RankMemory(peak_bytes=moment_bytes, parts_bytes=parts)
-
-
 def walk(
     units: Sequence[Unit],
     order: Sequence[Action],
@@ -225,7 +194,7 @@ def walk_stages(
     A backward in two parts keeps the saved set and the gradients between layers until its second part; the first
     stage works in the second part only. moments: gets the highest moment of each action, and that of the optimizer.
     """
-    ledger = _Ledger(recording=moments is not None)
+    ledger = Ledger(recording=moments is not None)
     states = {stage: _State(ledger=ledger, units=units, optimizer=optimizer) for stage, units in stages.items()}
     every = [unit for units in stages.values() for unit in units]
     for unit in every:
@@ -259,7 +228,7 @@ def walk_stages(
     return RankMemory(peak_bytes=ledger.peak_bytes, parts_bytes=ledger.peak)
 
 
-def _moment(ledger: _Ledger) -> RankMemory:
+def _moment(ledger: Ledger) -> RankMemory:
     assert ledger.moment is not None
     return ledger.moment
 
@@ -303,7 +272,7 @@ def _repeat(state: _State, pattern: str, times: int, held_bytes: int) -> None:
 class _State:
     """The moments of one forward and one backward of a stage."""
 
-    ledger: _Ledger
+    ledger: Ledger
     units: Sequence[Unit]
     optimizer: Optimizer
     graded: set[int] = field(default_factory=set)
