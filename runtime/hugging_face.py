@@ -35,6 +35,11 @@ def is_hugging_face(model: nn.Module) -> bool:
     return module is not None and isinstance(model, module.PreTrainedModel)
 
 
+def trainer_class() -> Any:
+    """transformers.Trainer; InputError where transformers is not installed."""
+    return _attribute("Trainer")
+
+
 def is_config_path(base: str) -> bool:
     """Whether a MODEL is to be read from a file or folder, rather than the name of a config class."""
     return base.endswith(".json") or Path(base).is_dir()

@@ -30,6 +30,19 @@ def loss_of(output: Any) -> Tensor | None:
     return None
 
 
+def with_loss(output: Any, mean: Tensor, loss: Tensor) -> Any:
+    """What the model returned, with `loss` in the place of its `mean`."""
+    if output is mean:
+        return loss
+    if isinstance(output, tuple | list) and not hasattr(output, "_fields"):
+        return type(output)(loss if item is mean else item for item in output)
+    if isinstance(output, Mapping) and "loss" in output:
+        output["loss"] = loss  # type: ignore[index]
+    else:
+        output.loss = loss
+    return output
+
+
 def first_label_counts(model: nn.Module, batch: Mapping[str, Tensor]) -> bool:
     """Whether the model's mean loss counts the first label of each sequence; found by leaving it out once.
 

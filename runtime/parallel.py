@@ -27,7 +27,7 @@ from autopar.runtime.gradients import (
 )
 from autopar.runtime.groups import RankGroups
 from autopar.runtime.layers import LocalLayers, place_layers
-from autopar.runtime.losses import loss_of, own_loss
+from autopar.runtime.losses import loss_of, own_loss, with_loss
 from autopar.runtime.pipelining import Pipeline
 from autopar.runtime.precision import Masters, mixed_dtype
 from autopar.runtime.spec import describe
@@ -207,7 +207,7 @@ class ParallelModel(nn.Module):
         self._reduce_in_backward = torch.is_grad_enabled()
         output = self.stage.body(None, **batch)
         mean = loss_of(output)
-        return output if mean is None else _with_loss(output, mean, self._global_mean(output, batch))
+        return output if mean is None else with_loss(output, mean, self._global_mean(output, batch))
 
     def _global_mean(self, output: Any, batch: Mapping[str, Tensor]) -> Tensor:
         """The global mean as value, this rank's share of it as gradient: summed over ranks, that is the whole one."""
@@ -330,6 +330,36 @@ class ParallelModel(nn.Module):
             optimizer=optimizer,
         )
 
+    def export(self, folder: str | os.PathLike[str]) -> None:
+        """Write the weights as plain safetensors under the model's own names; a collective.
+
+        Under mixed precision they are the rounded ones, which the model computes with.
+        """
+        # safetensors comes with transformers only.
+        from autopar.runtime.exporting import export_weights
+
+        persistent = {name for stage in self._stages() for name in stage.body.model.state_dict()}
+        buffers = {name: value for name, value in self.model.named_buffers() if name in persistent}
+        export_weights(
+            folder,
+            self.held,
+            writes=self._groups.place == 0,
+            dtype=mixed_dtype(self.plan.request.dtype),
+            buffers=buffers,
+        )
+
+    def import_weights(self, folder: str | os.PathLike[str]) -> None:
+        """Take the weights of plain safetensors files, read one tensor at a time."""
+        from autopar.runtime.exporting import import_weights
+
+        import_weights(folder, self.held)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients, also of what the optimizer steps in place of parameters."""
+        super().zero_grad(set_to_none)
+        for entry in self.held:
+            entry.stepped.grad = None
+
     def load(self, folder: str | os.PathLike[str], optimizer: torch.optim.Optimizer | None = None) -> None:
         """Take the parameters, and the optimizer's states if given, from a checkpoint of any plan of this model."""
         load_checkpoint(folder, self.held, fingerprint=self.plan.model.fingerprint, optimizer=optimizer)
@@ -344,19 +374,6 @@ class ParallelModel(nn.Module):
         sharded = [p for p in stepped if isinstance(p, DTensor)]
         plain = [p for p in stepped if not isinstance(p, DTensor)]
         return [{"params": group} for group in (sharded, plain) if group]
-
-
-def _with_loss(output: Any, mean: Tensor, loss: Tensor) -> Any:
-    """What the model returned, with `loss` in the place of its `mean`."""
-    if output is mean:
-        return loss
-    if isinstance(output, tuple | list) and not hasattr(output, "_fields"):
-        return type(output)(loss if item is mean else item for item in output)
-    if isinstance(output, Mapping) and "loss" in output:
-        output["loss"] = loss  # type: ignore[index]
-    else:
-        output.loss = loss
-    return output
 
 
 def _tokens(batch: Mapping[str, Tensor]) -> int | None:

@@ -76,8 +76,10 @@ def refresh(held: Sequence[HeldParameter]) -> None:
     for entry in held:
         whole = entry.parameter.data
         mine = whole if entry.rows is None else own_rows(whole, entry.rows)
-        if mine.dtype != entry.stepped.dtype:
+        if mine.data_ptr() != entry.stepped.data_ptr():
             mine.copy_(entry.stepped)
+            if mine.dtype == entry.stepped.dtype:
+                entry.stepped.data = mine  # somebody moved the model: rows are a view of it again
         if entry.rows is not None:
             pending.append(start_gather_rows(mine, whole, entry.rows))
     for work, done in pending:
