@@ -90,7 +90,8 @@ class ClusterSpec:
     device: "cpu" or "cuda"; device_name: the maker's name; memory_bytes: what one rank may use in all.
     compute_speedup: entry k-1 is the speed of a rank while k ranks of its node compute, relative to all at once
     (processes that share the cores of a machine); empty where ranks do not slow each other. updates, zero: measured
-    with all ranks at once; empty and None: assumed, see autopar.work. calibration: of `autopar calibrate`, if it ran.
+    with all ranks at once; empty and None: assumed, see autopar.work. pipeline_call_s: what a micro-batch costs a
+    stage of a pipeline beside its layers and sends. calibration: of `autopar calibrate`, if it ran.
     Raises ValueError for sizes that make no machine.
     """
 
@@ -103,6 +104,7 @@ class ClusterSpec:
     compute_speedup: tuple[float, ...] = ()
     updates: tuple[UpdateCost, ...] = omitted(())
     zero: ZeroCost | None = omitted(None)
+    pipeline_call_s: float = omitted(0.0)
     calibration: Calibration | None = omitted(None)
 
     def __post_init__(self) -> None:
@@ -119,6 +121,7 @@ class ClusterSpec:
             raise ValueError("ClusterSpec.compute_speedup needs one entry for each rank of a node, or none")
         if any(not 0 < speed <= 1000 for speed in self.compute_speedup):
             raise ValueError(f"ClusterSpec.compute_speedup must lie between 0 and 1000, not {self.compute_speedup}")
+        _check_seconds(self, "pipeline_call_s")
 
     @property
     def usable_bytes(self) -> int:

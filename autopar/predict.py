@@ -305,6 +305,9 @@ def _stage_work(
     entering = [*moves[:-2], (moves[-2][0] + moves[-1][0], moves[-2][1] + moves[-1][1])]
     forwards = tuple(w.whole_forward_s - w.zero_forward_s + m[0] for w, m in zip(works, entering, strict=True))
     backwards = tuple(w.whole_backward_s - w.zero_backward_s + m[1] for w, m in zip(works, entering, strict=True))
+    if plan.pp > 1:
+        for times in (forward, backward):
+            times["compute"] += cluster.pipeline_call_s / 2
     zeros = [plan.strategies[layer].zero for layer in span]
     whole, again = (
         tuple(w.gather_s * (z in kinds) for w, z in zip(works, zeros, strict=True)) for kinds in ((2, 3), (3,))

@@ -41,6 +41,7 @@ class _Beside:
     compute_speedup: tuple[float, ...] = ()
     updates: tuple[UpdateCost, ...] = ()
     zero: ZeroCost | None = None
+    pipeline_call_s: float = 0.0
     overlap_slowdown: float | None = None
 
 
@@ -101,6 +102,7 @@ def profile_cluster(
             compute_speedup=beside.compute_speedup,
             updates=beside.updates,
             zero=beside.zero,
+            pipeline_call_s=beside.pipeline_call_s,
         )
         found = from_plain(tuple[LinkCurve, ...], curves, "the measured curves")
         machine = f"{facts['device_name']}, {os.cpu_count()} cores, {count} processes"

@@ -23,7 +23,7 @@ from autopar.measured import Collective, GroupShape, LinkCurve, LinkProfile
 from autopar.profiler.clock import device_name, slowest, wait_for
 from autopar.profiler.cluster import Dimension, Groups, tasks
 from autopar.profiler.sharing import compute_speedup
-from autopar.profiler.updates import update_costs, zero_costs
+from autopar.profiler.updates import pipeline_call_s, update_costs, zero_costs
 from autopar.runtime.launch import Progress
 from autopar.runtime.machine import machine_memory_bytes
 
@@ -79,6 +79,7 @@ def measure_rank(payload: dict[str, Any], report: Progress) -> dict[str, Any]:
     if world_size > 1:
         everyone = GroupShape.of((tuple(range(world_size)),), payload["ranks_per_node"])
         found["zero"], found["overlap_slowdown"] = zero_costs(mesh, links, everyone)
+        found["pipeline_call_s"] = pipeline_call_s(device)
     return {**facts, "curves": to_plain(curves), "beside": to_plain(found)}
 
 

@@ -28,6 +28,7 @@ from autopar.runtime.gradients import HeldParameter, clip_gradients, scale_gradi
 _ROUNDS = 5
 _FEW, _MANY, _SMALL, _LARGE = 4, 32, 64, 1 << 16
 _UNITS, _WIDTHS, _ROWS = 3, (64, 384), 48
+_MICRO_BATCHES = (8, 24)
 
 
 def update_costs(mesh: DeviceMesh) -> tuple[UpdateCost, ...]:
@@ -108,6 +109,48 @@ def zero_costs(mesh: DeviceMesh, links: LinkProfile, shape: GroupShape) -> tuple
     shared_s = min(computing_s, network_s)
     slowdown = (together_s - abs(computing_s - network_s)) / shared_s if shared_s > 0 else 2.0
     return cost, min(2.0, max(1.0, slowdown))
+
+
+def pipeline_call_s(device: torch.device) -> float:
+    """What a micro-batch costs a stage beside its layers: the schedule, autograd, a send and a receive each way.
+
+    The slope over micro-batches of a 1F1B step of stages that compute next to nothing, one on each rank.
+    """
+    few, many = _MICRO_BATCHES
+    few_s, many_s = _rounds([_pipeline_step(count, device) for count in _MICRO_BATCHES], device)
+    return max(0.0, many_s - few_s) / (many - few)
+
+
+def _pipeline_step(count: int, device: torch.device) -> Callable[[], object]:
+    from autopar.runtime.pipelining import Pipeline  # half a second, which clusters of one rank need not spend
+
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    shape = (1, 4, 4)
+    pipeline = Pipeline(
+        modules={rank: _Scale(rank == 0, rank == world_size - 1).to(device)},
+        num_stages=world_size,
+        schedule="1f1b",
+        num_micro_batches=count,
+        group=dist.group.WORLD,
+        device=device,
+        hidden_shape=shape,
+        dtype=torch.float32,
+    )
+    batch = {"x": torch.ones(count, *shape[1:], device=device)}
+    return lambda: pipeline.step(batch)
+
+
+class _Scale(nn.Module):
+    """A stage of one parameter."""
+
+    def __init__(self, first: bool, last: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        self.first, self.last = first, last
+
+    def forward(self, hidden: Tensor, x: Tensor) -> Tensor:
+        scaled = (x if self.first else hidden) * self.weight
+        return scaled.sum() if self.last else scaled
 
 
 def _unit(width: int) -> nn.Module:

@@ -148,3 +148,16 @@ def test_the_command_writes_the_cluster_and_says_what_it_changed(here: Run, fold
     assert found["calibration"]["runs"] == len(PLANS)
     assert found["median_error_before"] > 5 * found["median_error_after"]
     assert ClusterFile.load(folder / "out.json").cluster.compute_factor == pytest.approx(1.5, rel=0.05)
+
+
+def test_a_pipeline_pays_for_each_micro_batch_on_each_stage() -> None:
+    """Two equal stages of a 1F1B step: the first fills, then every micro-batch passes the slower stage."""
+    dear = replace(CLUSTER, cluster=replace(CLUSTER.cluster, pipeline_call_s=0.5))
+    for count in (2, 8):
+        one = plan(2, count, "dp2")
+        plain, more = (predict(one, MODEL.model, MODEL.layers, c.cluster, c.links) for c in (CLUSTER, dear))
+        assert more.step_s - plain.step_s == pytest.approx(0.5 * (count + 1), rel=0.01)
+        assert more.parts_s["compute"] - plain.parts_s["compute"] == pytest.approx(0.5 * count)
+    one = plan(1, 4, "dp4")
+    plain, more = (predict(one, MODEL.model, MODEL.layers, c.cluster, c.links) for c in (CLUSTER, dear))
+    assert more == plain

@@ -148,6 +148,7 @@ def test_a_profile_of_this_machine(nproc: int, tmp_path: Path) -> None:
     assert all(0 < u.tensor_s < 0.1 and 0 < u.byte_s < 1e-6 for u in file.cluster.updates)
     assert file.cluster.zero is not None
     assert file.cluster.zero.at(1 << 20) < 1
+    assert 0 < file.cluster.pipeline_call_s < 1
     assert file.links.overlap_origin == "measured"
     assert 1 <= file.links.overlap_slowdown <= 2
     assert file.provenance.command == "the command"
