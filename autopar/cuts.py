@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import overload
 
 from autopar.axes import RankMesh, divisors
 from autopar.errors import InputError, RunError
@@ -12,7 +13,8 @@ from autopar.measured import ClusterFile, ModelFile
 from autopar.price import CostTables
 from autopar.request import Request, Schedule
 from autopar.schedules import PLAIN
-from autopar.tables import Memory, Prices
+from autopar.space import StrategySpace
+from autopar.tables import Memory, Prices, floor_ns
 
 MOST_MICRO_BATCHES = 1024
 """More micro-batches than this are tried only when the request names them."""
@@ -35,26 +37,56 @@ class Cut:
 class CutTables:
     """The tables of each cut, in one order: with memory bounded from below, estimated, and bounded from above.
 
-    lower is there; the others have the same times, and are made when asked for.
+    Each is made when it is asked for; all of a cut have the same times. floors_ns: lower bounds of their objectives.
     """
 
     cuts: tuple[Cut, ...]
-    prices: tuple[Prices, ...]
-    lower: tuple[CostTables, ...]
+    spaces: tuple[StrategySpace, ...]
+    floors_ns: tuple[int, ...]
+    price: Callable[[Cut, StrategySpace], Prices]
     made: dict[tuple[Memory, int], CostTables] = field(default_factory=dict)
+    priced: dict[tuple[int, int], Prices] = field(default_factory=dict)
 
     @property
     def is_large(self) -> bool:
         """Whether asking once more takes noticeable time."""
-        return max((one.time_ns.size for one in self.lower), default=0) > LARGE
+        return max((len(one.allowed) * len(one.strategies) for one in self.spaces), default=0) > LARGE
+
+    @property
+    def lower(self) -> Sequence[CostTables]:
+        """The tables with memory bounded from below."""
+        return Lower(self)
 
     def table(self, memory: Memory, place: int) -> CostTables:
         """The table of the cut at this place."""
-        if memory == "lower":
-            return self.lower[place]
         if (memory, place) not in self.made:
-            self.made[memory, place] = self.prices[place].tables(self.cuts[place].schedule, memory)
+            cut = self.cuts[place]
+            name = cut.pp, cut.num_micro_batches
+            if name not in self.priced:
+                self.priced[name] = self.price(cut, self.spaces[place])
+            self.made[memory, place] = self.priced[name].tables(cut.schedule, memory)
         return self.made[memory, place]
+
+
+class Lower(Sequence[CostTables]):
+    """The tables of all cuts with memory bounded from below, each made when it is taken."""
+
+    def __init__(self, owner: CutTables) -> None:
+        self._owner = owner
+
+    def __len__(self) -> int:
+        return len(self._owner.cuts)
+
+    @overload
+    def __getitem__(self, place: int) -> CostTables: ...
+    @overload
+    def __getitem__(self, place: slice) -> tuple[CostTables, ...]: ...
+    def __getitem__(self, place: int | slice) -> CostTables | tuple[CostTables, ...]:
+        if isinstance(place, slice):
+            return tuple(self[one] for one in range(*place.indices(len(self))))
+        if not -len(self) <= place < len(self):
+            raise IndexError(place)
+        return self._owner.table("lower", place % len(self))
 
 
 def legal_cuts(
@@ -119,18 +151,17 @@ def cut_tables(
     tell: Callable[[int, int], None] = lambda done, total: None,
     halted: Callable[[], bool] = lambda: False,
 ) -> tuple[CutTables, tuple[str, ...]]:
-    """The tables of the cuts that have a legal strategy for every layer, and why the others have none.
+    """The tables, to be made, of the cuts that have a legal strategy for every layer, and why the others have none.
 
     GPipe has none where 1F1B is legal: every choice takes the same time there, and the lower bound on its memory is
     one for GPipe, which has at least as many saved sets alive, so that the bound on the objective holds for both.
     Raises the InputError of the most telling cut when none has a strategy, RunError when `halted`.
     """
-    tried: list[Cut] = []
-    priced: list[Prices] = []
-    lower: list[CostTables] = []
+    model, layers, cluster = model_file.model, model_file.layers, cluster_file.cluster
+    spaces: dict[Cut, StrategySpace] = {}
+    floors: list[int] = []
     known = set(legal)
     failures: list[tuple[Cut, InputError]] = []
-    prices: Prices | None = None
     for i, cut in enumerate(legal):
         tell(i, len(legal))
         if halted():
@@ -142,26 +173,17 @@ def cut_tables(
         if cut.schedule == "gpipe" and replace(cut, schedule="1f1b") in known:
             continue
         try:
-            if prices is None or (prices.mesh.pp, prices.micro_batches) != (cut.pp, cut.num_micro_batches):
-                prices = None
-                prices = Prices.of(
-                    model_file.model,
-                    model_file.layers,
-                    cluster_file.cluster,
-                    cluster_file.links,
-                    request,
-                    pp=cut.pp,
-                    num_micro_batches=cut.num_micro_batches,
-                )
-            made = prices.tables(cut.schedule, "lower")
+            mesh = RankMesh.of(world_size=cluster.world_size, pp=cut.pp, ranks_per_node=cluster.ranks_per_node)
+            micro_batch = request.global_batch // cut.num_micro_batches
+            space = StrategySpace.of(model, layers, mesh, request, micro_batch)
         except InputError as error:
             failures.append((cut, error))
             continue
-        tried.append(cut)
-        priced.append(prices)
-        lower.append(made)
+        spaces[cut] = space
+        count = cut.num_micro_batches
+        floors.append(floor_ns(model, layers, space, pp=cut.pp, num_micro_batches=count, micro_batch=micro_batch))
     tell(len(legal), len(legal))
-    if not tried:
+    if not spaces:
         # The reason of a cut whose stages are as wide as the pins says more than "occupies 4 ranks, a stage has 2".
         widths = {pin.strategy.ranks for pin in request.pins}
         world = cluster_file.cluster.world_size
@@ -170,8 +192,13 @@ def cut_tables(
             _explain_pins(cluster_file, request)
         raise (fitting or [failures[0][1]])[0]
     reasons = [f"pp {cut.pp}, {cut.num_micro_batches} micro-batches: {error.why}" for cut, error in failures]
-    made_all = CutTables(cuts=tuple(tried), prices=tuple(priced), lower=tuple(lower))
-    return made_all, tuple(dict.fromkeys(reasons))
+
+    def price(cut: Cut, space: StrategySpace) -> Prices:
+        links, count = cluster_file.links, cut.num_micro_batches
+        return Prices.of(model, layers, cluster, links, request, pp=cut.pp, num_micro_batches=count, space=space)
+
+    made = CutTables(cuts=tuple(spaces), spaces=tuple(spaces.values()), floors_ns=tuple(floors), price=price)
+    return made, tuple(dict.fromkeys(reasons))
 
 
 def _explain_pins(cluster_file: ClusterFile, request: Request) -> None:

@@ -9,9 +9,10 @@ neighbours of them, are simulated, and the fastest one that fits is the plan.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import autopar
 from autopar.cuts import CutTables, check_files, cut_tables, legal_cuts
@@ -161,11 +162,15 @@ class _Pool:
         return replace(plan, predicted=predict(plan, model.model, model.layers, cluster.cluster, cluster.links))
 
     def fits(self, table: int, layers_per_stage: Cuts, strategies: Columns) -> bool:
-        """Whether the memory walk of every stage stays within the budget; each stage is walked once."""
+        """Whether the memory walk of every stage stays within the budget."""
         if not self._few_enough(strategies):
             return False
         if not score(self.made.lower[table], layers_per_stage, strategies).fits:
             return False
+        return all(peak <= self.budget_bytes for peak in self.peaks(table, layers_per_stage, strategies))
+
+    def peaks(self, table: int, layers_per_stage: Cuts, strategies: Columns) -> Iterator[int]:
+        """The peak of each stage by the memory walk; each stage is walked once."""
         plan, first = None, 0
         for stage, count in enumerate(layers_per_stage):
             # What precedes a stage does not matter to it: activations arrive in the boundary layout.
@@ -174,10 +179,8 @@ class _Pool:
                 plan = plan or self.plan(table, layers_per_stage, strategies)
                 peak = stage_memory(plan, stage, self.model_file.model, self.model_file.layers, self._units)
                 self._peaks[key] = peak.peak_bytes
-            if self._peaks[key] > self.budget_bytes:
-                return False
+            yield self._peaks[key]
             first += count
-        return True
 
     def _few_enough(self, strategies: Columns) -> bool:
         """Whether the blocks take no more strategies than were asked for."""
@@ -228,46 +231,46 @@ def _propose(pool: _Pool, tell: Progress, deadline: float | None, stop: Callable
     steps = 3 + 4 * ROUNDS
     done = itertools.count()
 
-    def ask(asked: dict[int, CostTables]) -> dict[int, CostTables]:
+    def ask(places: Sequence[int], tables: Sequence[CostTables], **limits: Any) -> dict[int, CostTables]:
         """The tables whose choice does not fit and is below the best that fits, to be asked again for less."""
         tell("solve", min(next(done), steps), steps)
-        places = list(asked)
-        choices = solve(list(asked.values()))
         proposed = {}
-        for one in choices:
+        for one in solve(tables, **limits):
             assert one.choice.layers_per_stage is not None
             assert one.choice.strategies is not None
             place = places[one.table]
             pool.bounding = pool.bounding or replace(one, table=place)
-            proposed[place] = pool.add(place, one.choice.layers_per_stage, one.choice.strategies)
+            proposed[place] = one.table, pool.add(place, one.choice.layers_per_stage, one.choice.strategies)
             bounds.append(one.lower_bound_ns)
         best_ns = pool.best_ns()
         return {
-            place: asked[place].with_less(peak_bytes(f.plan) - pool.budget_bytes)
-            for place, f in proposed.items()
+            place: tables[i].with_less(peak_bytes(f.plan) - pool.budget_bytes)
+            for place, (i, f) in proposed.items()
             if not f.fits and objective_ns(f.plan) < best_ns
         }
 
-    def refine(places: Sequence[int], memory: Memory) -> None:
+    def refine(places: Sequence[int], memory: Memory, **limits: Any) -> None:
         asked = {place: made.table(memory, place) for place in places}
         for _ in range(ROUNDS):
-            asked = asked and ask(asked)
+            asked = asked and ask([*asked], [*asked.values()], **limits)
 
     bounds: list[int] = []
     bound_ns = 0
     try:
-        asked = ask(dict(enumerate(made.lower)))
+        asked = ask(range(len(made.cuts)), made.lower, floors_ns=made.floors_ns)
         bound_ns = bounds[0] if bounds else INFEASIBLE
         unsure = {key[0]: objective_ns(f.plan) for key, f in pool.found.items() if key[0] in asked}
         for _ in range(ROUNDS - 1):
-            asked = asked and ask(asked)
+            asked = asked and ask([*asked], [*asked.values()])
         for memory in SIDES[1:]:
             worth_ns = pool.best_ns() * (1 - (CLOSE if made.is_large else 0))
             refine([place for place, least_ns in unsure.items() if least_ns < worth_ns], memory)
         for memory in SIDES[1:]:
             far = not made.is_large and pool.best_ns() * (1 - CLOSE) > bound_ns
             if bounds and (far or pool.best_ns() == INFEASIBLE):
-                refine(range(len(made.cuts)), memory)
+                best_ns = pool.best_ns()
+                hopeful = [place for place, floor_ns in enumerate(made.floors_ns) if floor_ns < best_ns]
+                refine(hopeful, memory, below_ns=best_ns)
     except RunError:
         if pool.best_ns() == INFEASIBLE:
             _add_leanest(pool)
@@ -318,7 +321,7 @@ def _add_leanest(pool: _Pool) -> None:
     if pool.made.is_large or not pool.found:
         return
     _, (table, cuts, columns, _) = min((peak_bytes(f.plan), key) for key, f in pool.found.items())
-    leaner(pool.made.lower[table], columns, lambda changed: peak_bytes(pool.add(table, cuts, changed).plan))
+    pool.add(table, cuts, leaner(pool.made.lower[table], columns, lambda one: max(pool.peaks(table, cuts, one))))
 
 
 def _provers(pool: _Pool, bound_ns: int, tell: Progress, halted: Callable[[], bool]) -> tuple[str, ...]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from math import ceil
+from math import ceil, floor
 from typing import Literal
 
 import numpy as np
 
+from autopar import compute
 from autopar.axes import Layout, RankMesh
 from autopar.bounds import lower_bound, upper_bound
 from autopar.cluster import ClusterSpec
@@ -85,11 +86,12 @@ class Prices:
         *,
         pp: int,
         num_micro_batches: int,
+        space: StrategySpace | None = None,
     ) -> Prices:
-        """The prices of a cut; raises as `tables`."""
+        """The prices of a cut, whose space may be known already; raises as `tables`."""
         mesh = RankMesh.of(world_size=cluster.world_size, pp=pp, ranks_per_node=cluster.ranks_per_node)
         micro_batch = request.global_batch // num_micro_batches
-        space = StrategySpace.of(model, layers, mesh, request, micro_batch)
+        space = space or StrategySpace.of(model, layers, mesh, request, micro_batch)
         works: dict[tuple[str, int], int] = {}
         rows: dict[tuple[str, int, tuple[int, ...]], int] = {}
         classes: list[int] = []
@@ -240,6 +242,33 @@ class Prices:
             found.append(row)
         state, saved, transient = np.stack(found)[order].transpose(1, 0, 2)
         return np.ascontiguousarray(state), np.ascontiguousarray(saved), np.ascontiguousarray(transient)
+
+
+def floor_ns(
+    model: ModelSpec, layers: LayerProfile, space: StrategySpace, *, pp: int, num_micro_batches: int, micro_batch: int
+) -> int:
+    """No choice of a cut with this space has a smaller objective: the fastest compute of each layer, nothing else.
+
+    A small part of what the tables of the cut cost.
+    """
+    known: dict[tuple[str, tuple[int, ...]], float] = {}
+    computed: dict[tuple[int, float], float] = {}
+
+    def compute_s(layer: int, strategy: Strategy) -> float:
+        cost, samples = layer_cost(model, layers, layer, strategy), micro_batch / strategy.dp
+        if (id(cost), samples) not in computed:
+            both = compute.forward(cost, samples).seconds + compute.backward(cost, samples).seconds
+            computed[id(cost), samples] = both
+        return computed[id(cost), samples]
+
+    total = slowest = 0
+    for layer, allowed in enumerate(space.allowed):
+        name = model.layers[layer], allowed
+        if name not in known:
+            known[name] = min(compute_s(layer, space.strategies[s]) for s in allowed)
+        least_ns = floor(known[name] * NS_PER_S)
+        total, slowest = total + least_ns, max(slowest, least_ns)
+    return total + (num_micro_batches - 1) * max(-(-total // pp), slowest)
 
 
 def layer_cost(model: ModelSpec, layers: LayerProfile, layer: int, strategy: Strategy) -> LayerCost:

@@ -65,6 +65,8 @@ def solve_pipeline(
     stop: Callable[[], bool] | None = None,
     max_strategies: int | None = None,
     within: float | None = None,
+    floors_ns: Sequence[int] | None = None,
+    below_ns: int = FORBIDDEN,
     engine: Engine = "numpy",
 ) -> tuple[TableChoice, ...]:
     """The best choices of the `shortlist` best tables, by objective, then place; empty when nothing fits anywhere.
@@ -72,6 +74,8 @@ def solve_pipeline(
     Tables are searched in the order of a cheap lower bound; those that cannot enter the shortlist are not. deadline: a
     moment of `time.monotonic()` after which the best so far is returned, with its gap; stop: asked between two
     segments, for the same. Then the choices may be "gap", and tables that were not reached are missing.
+    below_ns: only choices below it count; floors_ns: lower bounds of the tables, so that those that cannot matter are
+    never taken from the sequence.
     max_strategies: at most so many distinct ones over the layers between the first and the last. engine: "numba"
     compiles the inner loops where it is installed, with the same result.
     Raises RunError when stopped before anything was found, ValueError for shortlist < 1.
@@ -80,22 +84,27 @@ def solve_pipeline(
         raise ValueError(f"shortlist must be >= 1, is {shortlist}")
 
     halted = halting(deadline, stop)
-    queue = [(quick_bound(one), place) for place, one in enumerate(tables)]
-    queue = [entry for entry in queue if entry[0] < INFEASIBLE]
+    # A bound, a place, and whether the bound is that of the table itself.
+    queue = [(bound, place, False) for place, bound in enumerate(floors_ns or [0] * len(tables))]
     heapq.heapify(queue)
     best: list[tuple[int, int]] = []
     searches: dict[int, TableSearch] = {}
     lower, stopped = INFEASIBLE, False
     while queue and not stopped:
-        worst = best[shortlist - 1] if len(best) >= shortlist else (FORBIDDEN, 0)
+        worst = best[shortlist - 1] if len(best) >= shortlist else (min(below_ns, FORBIDDEN), 0)
         if within is not None and best:
             worst = min(worst, (int(best[0][0] * (1 + within)) + 1, 0))
-        if queue[0] >= worst:
+        if queue[0][:2] >= worst:
             break
         if halted():
             stopped = True
             break
-        _, place = heapq.heappop(queue)
+        bound, place, is_its_own = heapq.heappop(queue)
+        if not is_its_own:
+            bound = max(bound, quick_bound(tables[place]))
+            if bound < INFEASIBLE:
+                heapq.heappush(queue, (bound, place, True))
+            continue
         # A table that ties with the worst of the shortlist enters it when its place is lower.
         below = worst[0] + (place < worst[1])
         if max_strategies is None:
