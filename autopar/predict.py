@@ -294,6 +294,7 @@ def _stage_work(
                 links=links,
                 samples=plan.micro_batch / strategy.dp,
                 optimizer=plan.request.optimizer,
+                dtype=plan.request.dtype,
             )
         works.append(known[key])
     for work in works:

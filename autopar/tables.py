@@ -116,6 +116,7 @@ class Prices:
                         links=links,
                         samples=samples,
                         optimizer=request.optimizer,
+                        dtype=request.dtype,
                     )
                     step_s = work.sync_s + work.optimizer_s
                     works[kind, s] = _ns(work.whole_forward_s + work.whole_backward_s + step_s / num_micro_batches)

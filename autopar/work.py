@@ -67,6 +67,7 @@ def layer_work(
     links: LinkProfile,
     samples: float,
     optimizer: Optimizer,
+    dtype: str = "float32",
 ) -> Work:
     """The work of a layer with `samples` samples on each dp rank; cost: of this strategy (see autopar.derived).
 
@@ -133,19 +134,19 @@ def layer_work(
         gather_s=gather_s,
         reduce_s=reduce_s,
         sync_s=sync_s,
-        optimizer_s=_optimizer_s(cost, strategy, cluster, optimizer),
+        optimizer_s=_optimizer_s(cost, strategy, cluster, optimizer, dtype),
         origin=weakest(*origins),
     )
 
 
-def _optimizer_s(cost: LayerCost, strategy: Strategy, cluster: ClusterSpec, optimizer: Optimizer) -> float:
+def _optimizer_s(cost: LayerCost, strategy: Strategy, cluster: ClusterSpec, optimizer: Optimizer, dtype: str) -> float:
     """Seconds of scaling, clipping and stepping one layer's share; assumed where the cluster does not say."""
     held_bytes = cost.trainable_bytes / strategy.state_shards
     for name, offloaded in OFFLOADED.items():
         if optimizer == offloaded:
-            # The states come for the step and go back, beside nothing.
-            moved_bytes = 2 * OPTIMIZER_COPIES[name] * held_bytes
-            at_home_s = _optimizer_s(cost, strategy, cluster, name)
+            # The states (of mixed precision in float32) come for the step and go back, beside nothing.
+            moved_bytes = 2 * OPTIMIZER_COPIES[name] * held_bytes * (2 if dtype == "bfloat16" else 1)
+            at_home_s = _optimizer_s(cost, strategy, cluster, name, dtype)
             return at_home_s + moved_bytes / ASSUMED_HOST_BYTES_PER_S[cluster.device]
     for update in cluster.updates:
         if (update.optimizer, update.sharded) == (optimizer, strategy.zero >= 2):
