@@ -318,7 +318,7 @@ def _add_leanest(pool: _Pool) -> None:
         lean = leanest_of([pool.made.table(memory, place) for place in range(len(pool.made.cuts))])
         if lean is not None:
             pool.add(lean[0], *lean[1][:2])
-    if pool.made.is_large or not pool.found:
+    if pool.made.is_large or not pool.found or pool.best_ns() < INFEASIBLE:
         return
     _, (table, cuts, columns, _) = min((peak_bytes(f.plan), key) for key, f in pool.found.items())
     pool.add(table, cuts, leaner(pool.made.lower[table], columns, lambda one: max(pool.peaks(table, cuts, one))))
