@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from autopar.cluster import UpdateCost, ZeroCost
@@ -24,6 +23,7 @@ from autopar.comm import seconds
 from autopar.measured import GroupShape, LinkProfile
 from autopar.profiler.clock import slowest, wait_for
 from autopar.runtime.gradients import HeldParameter, clip_gradients, scale_gradients
+from autopar.runtime.zero import shard_modules, shard_root
 
 _ROUNDS = 5
 _FEW, _MANY, _SMALL, _LARGE = 4, 32, 64, 1 << 16
@@ -91,8 +91,8 @@ def zero_costs(mesh: DeviceMesh, links: LinkProfile, shape: GroupShape) -> tuple
         sizes.append(sum(p.nbytes for p in chain[0].parameters()))
         cut = copy.deepcopy(chain)
         for unit in cut:
-            fully_shard(unit, mesh=mesh)
-        fully_shard(cut, mesh=mesh)
+            shard_modules([unit], mesh, keep_unsharded=False, gathered=None)
+        shard_root(cut, mesh, set(), gathered=None)
         runs += [_pass(module, width, rows, device) for rows in (1, _ROWS) for module in (chain, cut)]
     times = _rounds(runs, device)
     extra_s = []

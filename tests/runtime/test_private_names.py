@@ -35,6 +35,7 @@ MODULES = {
 ATTRIBUTES = {
     "_BatchNorm": ("runtime/refusals.py", nn.modules.batchnorm),
     "_cdata": ("runtime/tracker.py", torch.zeros(1).untyped_storage()),
+    "_foreach_copy_": ("runtime/buckets.py", torch),
     "_foreach_mul_": ("runtime/gradients.py", torch),
     "_is_view": ("runtime/stage.py", torch.Tensor),
     "_make_wrapper_subclass": ("runtime/sharded_logits.py", torch.Tensor),
