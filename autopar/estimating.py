@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 
 from autopar import shipped
@@ -42,13 +43,13 @@ def files(model: str, cluster: str, *, sequence: int | None = None) -> tuple[Mod
     On a shipped cluster the layers have the seconds of its device, whatever the file says: those of the machine where
     it was profiled are none there.
     """
-    if model.endswith(".json"):
+    if _is_file(model):
         found = ModelFile.load(model)
-        if cluster.endswith(".json"):
+        if _is_file(cluster):
             return found, ClusterFile.load(cluster)
         machine, device = shipped.cluster(cluster)
         return on_device(found, device), machine
-    if cluster.endswith(".json"):
+    if _is_file(cluster):
         raise InputError(
             f"{model} has no seconds on {cluster}",
             why="a shipped model is priced by the figures of a shipped device",
@@ -56,6 +57,10 @@ def files(model: str, cluster: str, *, sequence: int | None = None) -> tuple[Mod
         )
     machine, device = shipped.cluster(cluster)
     return shipped.model(model, device, sequence=sequence or DEFAULT_SEQUENCE), machine
+
+
+def _is_file(text: str) -> bool:
+    return text.endswith(".json") or os.sep in text or os.path.exists(text)
 
 
 def uniform(

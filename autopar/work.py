@@ -101,13 +101,14 @@ def layer_work(
 
     backward_s = backward.seconds + (forward.seconds if recompute else 0.0)
     zero_forward_s = zero_backward_s = gather_s = reduce_s = sync_s = 0.0
-    gradient_bytes, replicas = cost.trainable_bytes, _in_order(mesh, place.dp_replicate, place.sp, place.cp)
+    gradient_bytes = cost.trainable_bytes * _widening(dtype)
+    replicas = _in_order(mesh, place.dp_replicate, place.sp, place.cp)
     if strategy.zero:
         reduce_s = over(place.dp_shard, "reduce_scatter", gradient_bytes)
         if replicas:
             reduce_s += over(replicas, "all_reduce", gradient_bytes / strategy.state_shards)
         if strategy.zero == 1:
-            sync_s = reduce_s + over(place.dp_shard, "all_gather", gradient_bytes)
+            sync_s = reduce_s + over(place.dp_shard, "all_gather", cost.trainable_bytes)
             reduce_s = 0.0
         else:
             # fully_shard's hooks and copies around each.
@@ -141,17 +142,22 @@ def layer_work(
 
 def _optimizer_s(cost: LayerCost, strategy: Strategy, cluster: ClusterSpec, optimizer: Optimizer, dtype: str) -> float:
     """Seconds of scaling, clipping and stepping one layer's share; assumed where the cluster does not say."""
-    held_bytes = cost.trainable_bytes / strategy.state_shards
+    held_bytes = cost.trainable_bytes * _widening(dtype) / strategy.state_shards
     for name, offloaded in OFFLOADED.items():
         if optimizer == offloaded:
-            # The states (of mixed precision in float32) come for the step and go back, beside nothing.
-            moved_bytes = 2 * OPTIMIZER_COPIES[name] * held_bytes * (2 if dtype == "bfloat16" else 1)
+            # The states come for the step and go back, beside nothing.
+            moved_bytes = 2 * OPTIMIZER_COPIES[name] * held_bytes
             at_home_s = _optimizer_s(cost, strategy, cluster, name, dtype)
             return at_home_s + moved_bytes / ASSUMED_HOST_BYTES_PER_S[cluster.device]
     for update in cluster.updates:
         if (update.optimizer, update.sharded) == (optimizer, strategy.zero >= 2):
             return cost.trainable_tensors * update.tensor_s + held_bytes * update.byte_s
     return held_bytes * ASSUMED_OPTIMIZER_ACCESSES[optimizer] / ASSUMED_OPTIMIZER_BYTES_PER_S[cluster.device]
+
+
+def _widening(dtype: str) -> int:
+    """How many bytes of gradients and masters a byte of a parameter has: mixed precision holds them in float32."""
+    return 2 if dtype == "bfloat16" else 1
 
 
 def _in_order(mesh: RankMesh, *names: tuple[str, ...]) -> tuple[str, ...]:

@@ -118,7 +118,7 @@ def test_single_changes_are_scored_as_one_by_one(pp: int) -> None:
     for _ in range(5):
         chosen = tuple(int(rng.choice(np.flatnonzero(row))) for row in made.feasible)
         best_ns = score(made, layers, chosen).objective_ns
-        found = {choice: ns for ns, choice in _better_singles(made, layers, chosen, best_ns)}
+        found = {choice: ns for ns, choice in _better_singles(made, layers, chosen, best_ns, made.time_ns.size)}
         expected = {}
         for unit in range(units):
             for s in np.flatnonzero(made.feasible[unit]):
