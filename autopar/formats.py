@@ -17,6 +17,7 @@ import tempfile
 import types
 import typing
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -124,10 +125,15 @@ def _encodable(text: str) -> bool:
     return True
 
 
+@lru_cache(maxsize=256)
+def _hints(kind: Any) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
+
+
 def _read_dataclass(kind: Any, data: Any, where: str) -> Any:
     if not isinstance(data, dict):
         raise _wrong(where, "an object", data)
-    hints = typing.get_type_hints(kind)
+    hints = _hints(kind)
     fields = {f.name: f for f in dataclasses.fields(kind)}
     for key in data:
         if key not in fields:

@@ -90,7 +90,7 @@ class Unit:
             widening=2 if dtype == "bfloat16" else 1,
         )
 
-    @property
+    @cached_property
     def gathers(self) -> bool:
         """Whether its parameters are gathered before they work, and its gradients scattered after: ZeRO-2 and 3."""
         return self.zero >= 2
@@ -103,7 +103,7 @@ class Unit:
         """The rank's share of the optimizer's states."""
         return -(-size_bytes // self.shards)
 
-    @property
+    @cached_property
     def gradient_bytes(self) -> int:
         """The summed gradients of the whole layer."""
         return self.trainable_bytes * self.widening
@@ -128,17 +128,17 @@ class Unit:
         """Temporaries of the optimizer step."""
         return self.optimizer_share(self.largest_parameter_bytes * self.widening) * OPTIMIZER_TEMPORARIES[optimizer]
 
-    @property
+    @cached_property
     def first_backward_peak_bytes(self) -> int:
         """The working set of a backward whose gradients are the first: replicas hold them summed."""
         return self.backward_peak_bytes + (0 if self.gathers else self.gradient_bytes - self.trainable_bytes)
 
-    @property
+    @cached_property
     def kept_bytes(self) -> int:
         """What a live micro-batch keeps from this layer's forward to its backward."""
         return self.input_bytes if self.recompute else self.saved_bytes
 
-    @property
+    @cached_property
     def second_part_bytes(self) -> int:
         """What the first part of a backward leaves for the second beside what was kept: gradients of outputs."""
         return ceil(self.saved_bytes * ASSUMED_SECOND_PART)

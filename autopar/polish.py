@@ -16,7 +16,7 @@ from autopar.price import CostTables, Int, score
 
 PAIRS_UP_TO = 100
 """Neighbours that differ in two layers are tried while layers * strategies does not exceed this."""
-ASKED = 128
+ASKED = 64
 """How many neighbours of one choice are asked whether they fit."""
 LEANER = 200
 """How many neighbours of the leanest choice are tried for a leaner one."""

@@ -33,15 +33,15 @@ from autopar.units import KIB, MIB, format_bytes
 from autopar.virtual import virtual_plans
 
 SIDES: tuple[Memory, ...] = ("lower", "near", "upper")
-SHORTLIST = 8
+SHORTLIST, SHORTLIST_LARGE = 5, 4
 WITHIN = 0.25
 """How much worse than the best a table's choice may be to be simulated: more than the objective and a step differ."""
 CLOSE = 0.01
 """In large tables, what is left to gain by more questions that is not worth them."""
-ROUNDS = 6
+ROUNDS = 4
 """How often a choice of a table that does not fit makes way for a leaner one."""
-POLISHED = 12
-"""Of how many choices the neighbours are tried, when none is proven optimal; in large tables one a table, a sixth."""
+POLISHED, POLISHED_LARGE = 3, 2
+"""Of how many choices the neighbours are tried, when none is proven optimal; in large tables one a table."""
 
 Progress = Callable[[str, int, int], None]
 """Told a phase (tables, solve, polish), how many of its steps are done, and how many there are."""
@@ -222,7 +222,7 @@ def _propose(pool: _Pool, tell: Progress, deadline: float | None, stop: Callable
     made, most = pool.made, pool.request.max_strategies
     solve = partial(
         solve_pipeline,
-        shortlist=SHORTLIST if not made.is_large else SHORTLIST // 2,
+        shortlist=SHORTLIST if not made.is_large else SHORTLIST_LARGE,
         deadline=deadline,
         stop=stop,
         within=WITHIN,
@@ -291,7 +291,7 @@ def _polish(pool: _Pool, bound_ns: int, tell: Progress, halted: Callable[[], boo
         ):
             if not pool.made.is_large or all(table != other for other, _, _ in starts):
                 starts.append((table, layers_per_stage, strategies))
-        most, asked = (POLISHED // 6, ASKED // 4) if pool.made.is_large else (POLISHED, ASKED)
+        most, asked = (POLISHED_LARGE, ASKED // 2) if pool.made.is_large else (POLISHED, ASKED)
         starts = starts[:most]
         for i, (table, layers_per_stage, strategies) in enumerate(starts):
             tell("polish", i, len(starts))

@@ -239,6 +239,7 @@ def run(case: Case, *options: str) -> Ran:
     """One search in a process of its own."""
     root = str(Path(__file__).parent.parent.parent)
     env = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
+    env.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed package is compiled
     with tempfile.TemporaryDirectory() as name:
         command = [*write(case, Path(name)), *options]
         started = time.monotonic()
