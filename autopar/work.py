@@ -103,12 +103,14 @@ def layer_work(
     zero_forward_s = zero_backward_s = gather_s = reduce_s = sync_s = 0.0
     gradient_bytes = cost.trainable_bytes * _widening(dtype)
     replicas = _in_order(mesh, place.dp_replicate, place.sp, place.cp)
+    # ZeRO-1 sends each tensor by itself, as it lies; fully_shard sends a layer at once.
+    sends = max(1, cost.trainable_tensors) if strategy.zero == 1 else 1
     if strategy.zero:
-        reduce_s = over(place.dp_shard, "reduce_scatter", gradient_bytes)
+        reduce_s = sends * over(place.dp_shard, "reduce_scatter", gradient_bytes / sends)
         if replicas:
-            reduce_s += over(replicas, "all_reduce", gradient_bytes / strategy.state_shards)
+            reduce_s += sends * over(replicas, "all_reduce", gradient_bytes / strategy.state_shards / sends)
         if strategy.zero == 1:
-            sync_s = reduce_s + over(place.dp_shard, "all_gather", cost.trainable_bytes)
+            sync_s = reduce_s + sends * over(place.dp_shard, "all_gather", cost.trainable_bytes / sends)
             reduce_s = 0.0
         else:
             # fully_shard's hooks and copies around each.
