@@ -8,7 +8,8 @@ from html import escape
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from autopar.frontier import Frontier, WhatIf, peak_bytes, step_s
+from autopar.finalists import peak_bytes, step_s
+from autopar.frontier import Frontier, WhatIf
 from autopar.plan import Plan
 from autopar.units import GIB, format_bytes, format_seconds
 

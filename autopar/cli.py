@@ -165,7 +165,6 @@ def search(
     json: Json = False,
 ) -> None:
     """Find the fastest plan that fits. Loads no torch. Ctrl-C keeps the best one so far."""
-
     from autopar.search_command import Options, search_command
 
     check_writable(output)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from autopar.axes import RankMesh, divisors
 from autopar.errors import InfeasibleError, InputError, RunError
+from autopar.finalists import peak_bytes
 from autopar.legality import why_batch_illegal
 from autopar.measured import ClusterFile, ModelFile
 from autopar.outcome import Outcome
@@ -135,12 +136,6 @@ def tight_plan(
         else:
             return result.plan, budget_bytes
     raise AssertionError("unreachable")
-
-
-def peak_bytes(plan: Plan) -> int:
-    """The predicted peak of the worst rank."""
-    assert plan.predicted is not None  # a search always predicts
-    return max(rank.peak_bytes for rank in plan.predicted.memory)
 
 
 def _make_folder(folder: Path) -> None:

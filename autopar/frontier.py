@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from autopar.errors import InfeasibleError, InputError, RunError
+from autopar.finalists import peak_bytes, step_s
 from autopar.measured import ClusterFile, ModelFile
 from autopar.plan import Plan
 from autopar.predict import predict
@@ -26,18 +27,6 @@ class Frontier:
 
     plans: tuple[Plan, ...]
     complete: bool
-
-
-def peak_bytes(plan: Plan) -> int:
-    """The predicted peak of the plan's worst rank."""
-    assert plan.predicted is not None
-    return max(rank.peak_bytes for rank in plan.predicted.memory)
-
-
-def step_s(plan: Plan) -> float:
-    """The predicted step of the plan."""
-    assert plan.predicted is not None
-    return plan.predicted.step_s
 
 
 def frontier(

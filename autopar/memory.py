@@ -27,6 +27,7 @@ from autopar.orders import Action, Kind
 from autopar.plan import RankMemory
 from autopar.request import OPTIMIZER_COPIES, Optimizer
 from autopar.strategy import Strategy
+from autopar.units import widening
 
 OPTIMIZER_TEMPORARIES = {"adamw": 2, "sgd": 1, "sgd-momentum": 1, "adamw-offloaded": 4, "sgd-momentum-offloaded": 2}
 """Temporaries of the optimizer step in copies of its largest parameter (torch's loop over single tensors); states that
@@ -42,7 +43,8 @@ class Unit:
 
     shards: over how many ranks ZeRO cuts it (ZeRO-1 the optimizer's states alone); relayout: its input arrives in
     another layout than its own; widening: bytes of a summed gradient or of what the optimizer steps for each byte of
-    the parameter that works (2 under mixed precision). The saved set of a selective recompute is what is left of it.
+    the parameter that works (2 under mixed precision); traced_later_bytes: as LayerCost.later_backward_peak_bytes. The
+    saved set of a selective recompute is what is left of it.
     """
 
     zero: int
@@ -71,7 +73,7 @@ class Unit:
         relayout: bool = False,
         dtype: str = "float32",
     ) -> Unit:
-        """The unit of a layer; `shared_bytes` of its parameters belong to another unit of the rank (tied weights)."""
+        """The unit of a layer in this dtype; `shared_bytes` of its parameters are those of another unit (tied)."""
         later = cost.later_backward_peak_bytes
         return cls(
             zero=strategy.zero,
@@ -87,7 +89,7 @@ class Unit:
             backward_peak_bytes=ceil(max(0.0, cost.backward_peak_bytes.at(samples))),
             traced_later_bytes=None if later is None else ceil(max(0.0, later.at(samples))),
             relayout=relayout,
-            widening=2 if dtype == "bfloat16" else 1,
+            widening=widening(dtype),
         )
 
     @cached_property

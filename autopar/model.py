@@ -102,7 +102,7 @@ class ModelSpec:
 
     source: the MODEL string it can be built from again; layers: the kind name of each layer in chain order (embed
     first, head last); tied: embed and head share parameters (each is then listed in both kinds); fingerprint: a hash
-    of all parameter names, shapes and dtypes; sequence: tokens per sample at which it was traced.
+    of all parameter names, shapes and dtypes.
     Raises ValueError when the chain does not hold together.
     """
 

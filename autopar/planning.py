@@ -48,10 +48,10 @@ def search(
     `profile cluster` measured, "local", which measures this machine now, or a shipped one ("h100-80g:8x8", with a
     shipped model or a file); global_batch: samples of one step over all ranks, or several, of which the one with the
     most samples a second is planned; sequence: tokens a sample (default: of the profile, of the example, or 2048);
-    memory: budget of one rank in bytes or as `24GiB`; micro_batches: how many are allowed; micro_batch_sizes: how many
-    samples each may have; pins: such as "0-3: dp4-z3"; forbids: such as "*: tp4"; max_strategies: at most so many
-    different ones over the blocks; allow_unrunnable: also what cannot run yet; example, loss: as in
-    `autopar.parallelize`, for an nn.Module.
+    memory: budget of one rank in bytes or as `24GiB`; pp: the allowed numbers of stages (empty: all); micro_batches:
+    how many are allowed; micro_batch_sizes: how many samples each may have; schedules: the allowed ones; pins: such as
+    "0-3: dp4-z3"; forbids: such as "*: tp4"; max_strategies: at most so many different ones over the blocks;
+    allow_unrunnable: also what cannot run yet; example, loss: as in `autopar.parallelize`, for an nn.Module.
     Raises InputError, InfeasibleError when nothing fits, RunError when a measurement fails.
     """
     if isinstance(cluster, str) and cluster.partition(":")[0] in devices():

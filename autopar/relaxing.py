@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from autopar.errors import InfeasibleError, InputError, RunError
+from autopar.finalists import peak_bytes, step_s
 from autopar.measured import ClusterFile, LayerCost, Line, ModelFile
 from autopar.plan import Plan
 from autopar.request import OFFLOADED, Forbid, Pin, Request
@@ -33,13 +34,11 @@ class Relaxation:
     note: str = ""
 
     def __str__(self) -> str:
-        assert self.plan.predicted is not None
-        peak_bytes = _peak(self.plan)
+        peak = format_bytes(peak_bytes(self.plan))
         note = f" ({self.note})" if self.note else ""
-        step = format_seconds(self.plan.predicted.step_s)
         if not self.fits:
-            return f"{self.change} alone is not enough: still {format_bytes(peak_bytes)}{note}"
-        return f"{self.change}: step {step}, peak {format_bytes(peak_bytes)}{note}"
+            return f"{self.change} alone is not enough: still {peak}{note}"
+        return f"{self.change}: step {format_seconds(step_s(self.plan))}, peak {peak}{note}"
 
 
 def search_or_explain(
@@ -111,7 +110,7 @@ def relaxations(
 ) -> Iterator[Relaxation]:
     """The changes after which something fits, the cheaper ones first; each was searched."""
     if isinstance(error.leanest, Plan):
-        enough, shown = _rounded_up(_peak(error.leanest))
+        enough, shown = _rounded_up(peak_bytes(error.leanest))
         plan = _plan((model_file, cluster_file, replace(request, memory_bytes=enough)), stop)
         if plan is not None:
             yield Relaxation(change=f"--memory {shown}", plan=plan)
@@ -161,7 +160,7 @@ def _first_that_fits(tried: Iterator[Relaxation]) -> Iterator[Relaxation]:
         if one.fits:
             yield one
             return
-        if leanest is None or _peak(one.plan) < _peak(leanest.plan):
+        if leanest is None or peak_bytes(one.plan) < peak_bytes(leanest.plan):
             leanest = one
     if leanest is not None:
         yield leanest
@@ -182,11 +181,6 @@ def _plan(asked: Asked, stop: Callable[[], bool] | None) -> Plan | None:
     """The plan for a request; None when nothing fits or nothing is legal. Raises RunError when stopped."""
     found = next(_tried("", asked, stop, ""), None)
     return found.plan if found is not None and found.fits else None
-
-
-def _peak(plan: Plan) -> int:
-    assert plan.predicted is not None
-    return max(rank.peak_bytes for rank in plan.predicted.memory)
 
 
 def _demands(request: Request) -> tuple[Demand, ...]:
@@ -243,8 +237,10 @@ def _shortened(model_file: ModelFile, sequence: int) -> ModelFile:
     def shortened(cost: LayerCost) -> LayerCost:
         names = ("input", "output", "saved", "forward_peak", "backward_peak")
         lines = {f"{name}_bytes": scaled(getattr(cost, f"{name}_bytes")) for name in names}
+        later = cost.later_backward_peak_bytes
         return replace(
             cost,
+            later_backward_peak_bytes=later and scaled(later),
             forward_s=tuple(value * ratio for value in cost.forward_s),
             backward_s=tuple(value * ratio for value in cost.backward_s),
             flops=scaled(cost.flops),

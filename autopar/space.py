@@ -118,8 +118,8 @@ class StrategySpace:
 def candidates(mesh: RankMesh, unrunnable: bool = False) -> tuple[Strategy, ...]:
     """All strategies of a stage that are worth asking for, legal or not: each way to cut it over tp, sp, cp and dp.
 
-    sp is tried inside a node only; HSDP where the dp ranks span nodes, its shards inside the node. Without
-    `unrunnable` what no layer can run is left out.
+    HSDP is tried where the dp ranks span nodes, its shards inside the node. Without `unrunnable` what no layer can run
+    is left out, and sp (which stays inside a node) and cp: dp does the same work without their exchanges.
     """
     ranks, found = mesh.ranks_per_stage, []
     inside = mesh.size(tuple(name for name in mesh.names if not name.startswith("n")))

@@ -26,6 +26,7 @@ DTYPE_BYTES = MappingProxyType(
 )
 """Bytes of one element, by torch's own dtype names without the prefix."""
 
+
 _DTYPE_ALIASES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
 
 _BINARY = {"K": KIB, "M": MIB, "G": GIB, "T": TIB}
@@ -86,3 +87,8 @@ def dtype_name(text: str) -> str:
         known = ", ".join(sorted({*DTYPE_BYTES, *_DTYPE_ALIASES}))
         raise InputError(f"{text!r} is not a dtype", why=f"known: {known}", fix="write for example float32")
     return name
+
+
+def widening(dtype: str) -> int:
+    """How many bytes of gradients and masters a byte of a parameter has: mixed precision holds them in float32."""
+    return 2 if dtype == "bfloat16" else 1

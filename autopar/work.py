@@ -11,6 +11,7 @@ from autopar.comm import boundary_shape, seconds, shape_of
 from autopar.measured import Collective, LayerCost, LinkProfile, Origin, weakest
 from autopar.request import OFFLOADED, OPTIMIZER_COPIES, Optimizer
 from autopar.strategy import Strategy
+from autopar.units import widening
 
 ASSUMED_OPTIMIZER_BYTES_PER_S = {"cpu": 4e9, "cuda": 1e12}
 """Assumed until measured: the memory bandwidth of one rank while its optimizer streams over the states."""
@@ -69,7 +70,8 @@ def layer_work(
     optimizer: Optimizer,
     dtype: str = "float32",
 ) -> Work:
-    """The work of a layer with `samples` samples on each dp rank; cost: of this strategy (see autopar.derived).
+    """The work of a layer with `samples` samples on each dp rank; cost: of this strategy (see autopar.derived);
+    dtype: of the plan, bfloat16 being mixed precision.
 
     ZeRO-2 and ZeRO-3 gather once for the forward of each micro-batch, ZeRO-3 again for the backward, and both
     reduce-scatter in each backward. Replicas of a shard, those of HSDP and the ranks of sp and cp, then all-reduce it.
@@ -101,7 +103,7 @@ def layer_work(
 
     backward_s = backward.seconds + (forward.seconds if recompute else 0.0)
     zero_forward_s = zero_backward_s = gather_s = reduce_s = sync_s = 0.0
-    gradient_bytes = cost.trainable_bytes * _widening(dtype)
+    gradient_bytes = cost.trainable_bytes * widening(dtype)
     replicas = _in_order(mesh, place.dp_replicate, place.sp, place.cp)
     # ZeRO-1 sends each tensor by itself, as it lies; fully_shard sends a layer at once.
     sends = max(1, cost.trainable_tensors) if strategy.zero == 1 else 1
@@ -144,7 +146,7 @@ def layer_work(
 
 def _optimizer_s(cost: LayerCost, strategy: Strategy, cluster: ClusterSpec, optimizer: Optimizer, dtype: str) -> float:
     """Seconds of scaling, clipping and stepping one layer's share; assumed where the cluster does not say."""
-    held_bytes = cost.trainable_bytes * _widening(dtype) / strategy.state_shards
+    held_bytes = cost.trainable_bytes * widening(dtype) / strategy.state_shards
     for name, offloaded in OFFLOADED.items():
         if optimizer == offloaded:
             # The states come for the step and go back, beside nothing.
@@ -155,11 +157,6 @@ def _optimizer_s(cost: LayerCost, strategy: Strategy, cluster: ClusterSpec, opti
         if (update.optimizer, update.sharded) == (optimizer, strategy.zero >= 2):
             return cost.trainable_tensors * update.tensor_s + held_bytes * update.byte_s
     return held_bytes * ASSUMED_OPTIMIZER_ACCESSES[optimizer] / ASSUMED_OPTIMIZER_BYTES_PER_S[cluster.device]
-
-
-def _widening(dtype: str) -> int:
-    """How many bytes of gradients and masters a byte of a parameter has: mixed precision holds them in float32."""
-    return 2 if dtype == "bfloat16" else 1
 
 
 def _in_order(mesh: RankMesh, *names: tuple[str, ...]) -> tuple[str, ...]:

@@ -50,9 +50,9 @@ class LayerKey:
 class LayerBench:
     """All layer kinds of a model at one sequence length.
 
-    model: is not changed; its blocks are run, its embedding and head are copied. example: a batch of the model where
-    none can be made up. max_tp: highest tensor-parallel degree to derive. Raises InputError when the model has no
-    chain of blocks or cannot run this batch.
+    model: is not changed; its blocks are run, its embedding and head are copied. source: its MODEL string. loss,
+    example: as in `autopar.parallelize`. max_tp: highest tensor-parallel degree to derive. fake: tensors have shapes
+    only (autopar.runtime.fakes). Raises InputError when the model has no chain of blocks or cannot run this batch.
     """
 
     def __init__(

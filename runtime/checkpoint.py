@@ -69,7 +69,7 @@ def save_checkpoint(
             _make_room(target, fresh)
     except OSError as error:
         failed = str(error)
-    _agree(failed, target)
+    raise_where_failed(failed, target)
     try:
         dcp.save(state, checkpoint_id=fresh)
         if dist.get_rank() == 0:
@@ -85,7 +85,7 @@ def save_checkpoint(
             shutil.rmtree(old, ignore_errors=True)
     except (OSError, CheckpointException, InputError) as error:
         failed = str(error).splitlines()[0]
-    _agree(failed, target)
+    raise_where_failed(failed, target)
 
 
 def load_checkpoint(
@@ -260,7 +260,7 @@ def _readable(target: Path) -> Path:
     )
 
 
-def _agree(failed: str, target: Path) -> None:
+def raise_where_failed(failed: str, target: Path) -> None:
     """Raise InputError on every rank when a step failed on any of them; also a barrier."""
     said: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(said, failed)

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from autopar.errors import InputError
+from autopar.runtime.checkpoint import raise_where_failed
 from autopar.runtime.gradients import HeldParameter, local_piece, piece, tensor_piece, whole
 
 INDEX = "model.safetensors.index.json"
@@ -36,7 +37,7 @@ def export_weights(
     """Write all parameters (and persistent buffers) as safetensors into `folder`; a collective of the world.
 
     writes: whether this rank writes the parameters that it holds; dtype: what they are rounded to, None for theirs.
-    A writer holds the whole parameters of its stages in host memory. Raises InputError when a file cannot be written.
+    A writer holds the whole parameters of its stages in host memory. Raises InputError when a file cannot be saved.
     """
     target, rank = Path(folder), dist.get_rank()
     state: dict[str, Tensor] = {}
@@ -65,11 +66,7 @@ def export_weights(
             (target / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
     except (OSError, SafetensorError) as error:
         failed = str(error)
-    said: list[str] = [""] * len(sizes)
-    dist.all_gather_object(said, failed)
-    reasons = [words for words in said if words]
-    if reasons:
-        raise InputError(f"{target} cannot be written", why=reasons[0], fix="choose a writable folder")
+    raise_where_failed(failed, target)
 
 
 def import_weights(folder: str | os.PathLike[str], held: Sequence[HeldParameter]) -> None:

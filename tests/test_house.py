@@ -60,8 +60,9 @@ def test_every_module_stands_on_a_floor() -> None:
     modules = {f"autopar.{path.stem}" for path in (ROOT / "autopar").glob("*.py") if not path.stem.startswith("__")}
     rooms = {f"autopar.{room}" for room in ROOMS if room != "profiles"}
     assert floors == modules | rooms
-    sources = set(contracts["torch only in profiler and runtime"]["source_modules"])
-    assert sources == floors - {"autopar.profiler", "autopar.runtime"}
+    torchless = set(contracts["torch only in profiler and runtime"]["source_modules"])
+    assert torchless == floors - {"autopar.profiler", "autopar.runtime"}
+    assert set(contracts["solver libraries only in solvers"]["source_modules"]) == floors - {"autopar.solvers"}
 
 
 def test_a_value_loads_no_torch() -> None:

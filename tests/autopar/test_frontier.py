@@ -11,7 +11,8 @@ import pytest
 
 from autopar.charts import COLUMNS, frontier_csv, frontier_svg, frontier_table, what_if_table
 from autopar.errors import InfeasibleError, InputError
-from autopar.frontier import Frontier, changed_conditions, frontier, peak_bytes, step_s, what_if
+from autopar.finalists import peak_bytes, step_s
+from autopar.frontier import Frontier, changed_conditions, frontier, what_if
 from autopar.predict import predict
 from autopar.report import render
 from autopar.request import Forbid

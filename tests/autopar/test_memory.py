@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from autopar.bounds import lower_bound, upper_bound
 from autopar.memory import Unit, edge_bytes, walk
-from autopar.orders import Action, actions, in_flight
+from autopar.orders import actions, in_flight
 from autopar.request import SCHEDULES, Optimizer, Schedule
 
 PLAIN = Unit(
@@ -30,10 +30,6 @@ PLAIN = Unit(
 
 def _zero(zero: int, unit: Unit = PLAIN, shards: int = 4) -> Unit:
     return replace(unit, zero=zero, shards=shards)
-
-
-def _order(micro_batches: int) -> tuple[Action, ...]:
-    return actions("1f1b", 1, 0, micro_batches)
 
 
 def test_one_replica_by_hand() -> None:

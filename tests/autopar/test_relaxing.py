@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import islice
 
 import pytest
 
 from autopar.errors import InfeasibleError, InputError
+from autopar.measured import LayerCost, Line
 from autopar.plan import Plan, Prediction
 from autopar.predict import predict
-from autopar.relaxing import relaxations
+from autopar.relaxing import _shortened, relaxations
 from autopar.request import Request
 from autopar.searching import search_files
 from autopar.units import MIB
@@ -52,3 +53,17 @@ def test_states_in_host_memory_are_one_of_the_ways_out() -> None:
     with pytest.raises(InputError, match="do not run yet"):
         way.plan.check_runnable()
     assert "do not leave the device yet" in " ".join(way.plan.not_runnable)
+
+
+def test_a_shorter_sequence_has_fewer_bytes_on_every_line() -> None:
+    file = whole_search.model_file(whole_search.CASES[0])
+    line = Line(fixed=7.0, per_sample=64.0)
+    costs = tuple(replace(cost, later_backward_peak_bytes=line) for cost in file.layers.costs)
+    whole = replace(file, layers=replace(file.layers, costs=costs))
+    half = _shortened(whole, whole.layers.sequence // 2)
+    names = [field.name for field in fields(LayerCost) if isinstance(getattr(costs[0], field.name), Line)]
+    assert len(names) == 7
+    for before, after in zip(costs, half.layers.costs, strict=True):
+        for name in names:
+            one, other = getattr(before, name), getattr(after, name)
+            assert (other.fixed, other.per_sample) == (one.fixed, one.per_sample / 2), name

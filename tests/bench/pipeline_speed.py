@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
 import statistics
 import sys
 import time
@@ -24,6 +23,7 @@ from autopar.orders import actions
 from autopar.pipeline import StageTimes, simulate, step
 from autopar.programs import program
 from autopar.request import Schedule
+from autopar.runtime.machine import cpu_name
 from autopar.sharing import Sharing
 
 CASES: list[tuple[Schedule, int, int, int, float | None]] = [
@@ -64,7 +64,7 @@ def main() -> None:
                 calls["shared cores"] = partial(step, stages, sharing=sharing, **asked)
             for name, call in calls.items():
                 found.setdefault((number, name), []).append(_ms(call))
-    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
+    print(f"{cpu_name()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
     print(
         f"{'schedule':<18} ranks stages micro-batches  {'first':>8} {'again':>8} {'timeline':>9} {'shared':>8}  limit"
     )

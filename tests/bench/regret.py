@@ -254,7 +254,7 @@ def main() -> None:
         f"{statistics.median(abs(p / m - 1) for p, m in zip(calibrated, measured, strict=True)):.1%}, Kendall tau "
         f"{kendall_tau(calibrated, measured)[0]:.2f}; {inside} of {len(runs)} within the 80 % interval"
     )
-    print(f"search takes   {rows[first]['plan']}\nthe fastest is {rows[fastest]['plan']}")
+    print(f"predicted fastest {rows[first]['plan']}\nmeasured fastest  {rows[fastest]['plan']}")
     if arguments.json:
         summary = {"kendall_tau": tau, "kendall_tau_clear": clear, "clear_pairs": clear_pairs, "regret": regret}
         summary |= {"repeat_error": repeat, "median_error": statistics.median(errors), "load": load}

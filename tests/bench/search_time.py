@@ -4,7 +4,7 @@ Same tables, same run, medians of 5, interleaved, in seconds of the processor (a
 method that has used up its limit is not repeated, a single run that does is given up. Needs numba (the extra `fast`).
 Three tables, chosen by --parts:
 
-chain: one chain on one stage, a whole call of `solve_chain` on the caller's arrays (checks included) in numpy and in
+chains: one chain on one stage, a whole call of `solve_chain` on the caller's arrays (checks included) in numpy and in
 numba; against the grid of MiB over strategies and over layout classes, both compiled, from arrays in their own form.
 whole: every number of stages and micro-batches, `solve_pipeline` with a shortlist of 8; tables made beforehand.
 growth: the whole search in numpy as layers and GPUs grow.
@@ -21,11 +21,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
-from pathlib import Path
 
 import numba
 import numpy as np
 
+from autopar.runtime.machine import cpu_name
 from autopar.solvers import ChainChoice, solve_chain, solve_pipeline
 from tests.bench.cost_tables import Case, ChainTables, cases, chain_tables, decoder, pipeline_tables, scaled
 from tests.bench.memory_grid import GridResult, grid_inputs, solve_grid
@@ -37,15 +37,9 @@ METHODS = ("grid", "class grid", "numpy", "numba")
 
 def machine() -> str:
     """Where and when this runs."""
-    model = platform.processor() or platform.machine()
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        model = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        pass
     load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
     return (
-        f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {os.cpu_count()} cores of {model}, load {load}, "
+        f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {os.cpu_count()} cores of {cpu_name()}, load {load}, "
         f"Python {platform.python_version()}, numpy {np.__version__}, numba {numba.__version__}"
     )
 

@@ -39,6 +39,7 @@ from autopar.measured import (
 )
 from autopar.model import LayerKind, ModelSpec, Parameter
 from autopar.plan import Certificate, Plan
+from autopar.runtime.machine import cpu_name
 from autopar.units import GIB, KIB, MIB
 
 NODE = 8
@@ -216,20 +217,14 @@ def write(case: Case, folder: Path) -> list[str]:
 
 def machine() -> str:
     """The processor and the interpreter."""
-    model = platform.processor() or platform.machine()
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        model = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        pass
-    return f"{os.cpu_count()} cores of {model}, Python {platform.python_version()}"
+    return f"{os.cpu_count()} cores of {cpu_name()}, Python {platform.python_version()}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ran:
     """What one process took, and what it found: the certificate of its plan, None when it wrote none."""
 
-    seconds: float
+    wall_s: float
     cpu_s: float
     peak_bytes: int
     certificate: Certificate | None
@@ -248,7 +243,7 @@ def run(case: Case, *options: str) -> Ran:
         process.returncode = os.waitstatus_to_exitcode(status)
         plan = Path(name) / "plan.json"
         return Ran(
-            seconds=time.monotonic() - started,
+            wall_s=time.monotonic() - started,
             cpu_s=used.ru_utime + used.ru_stime,
             peak_bytes=used.ru_maxrss * KIB,
             certificate=Plan.load(plan).certificate if plan.exists() else None,
@@ -263,7 +258,7 @@ def cases(wanted: list[str], runs: int = 3) -> None:
             continue
         ran = [run(case) for _ in range(runs)]
         limit = "-" if case.limit_s is None else f"{case.limit_s:.1f}"
-        wall, cpu = (statistics.median(getattr(one, name) for one in ran) for name in ("seconds", "cpu_s"))
+        wall, cpu = (statistics.median(getattr(one, name) for one in ran) for name in ("wall_s", "cpu_s"))
         peak_mib = max(one.peak_bytes for one in ran) / MIB
         print(f"{case.name:24} {wall:8.2f} {cpu:8.2f} {limit:>6} {peak_mib:9.0f}", flush=True)
 
