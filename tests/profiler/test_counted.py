@@ -66,6 +66,7 @@ def test_counted_layers_are_what_a_run_traces(source: str) -> None:
         assert {f.name: getattr(cost, f.name) for f in fields(traced)} == vars(traced)
 
 
+@pytest.mark.slow
 def test_a_model_larger_than_this_machine_is_counted() -> None:
     source = (
         "LlamaConfig(hidden_size=16384, intermediate_size=53248, num_hidden_layers=126, num_attention_heads=128, "

@@ -28,7 +28,7 @@ PLANS: dict[str, tuple[int, list[str], dict[str, Any]]] = {
                     {"pp": 2, "layers_per_stage": [2, 4], "micro_batches": 2}),
     "vocabulary": (4, ["dp2-z3-tp2", "tp4", "dp2-tp2", "dp4-z3", "dp4", "dp2-z3-tp2"], {}),
 }  # fmt: skip
-SAMPLED = [("stages", "vocabulary"), ("optimizer sharded", "tensor parallel")]
+SAMPLED = [("stages", "vocabulary")]
 
 
 def roundtrip(writer: str, reader: str, ranks: Ranks, folder: Path) -> None:

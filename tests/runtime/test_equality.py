@@ -89,7 +89,7 @@ def check(results: list[dict[str, Any]]) -> None:
         assert found["agrees"], found
 
 
-SLOW = ("everything but pipelines", "tied in one stage", "shards of half, repeated")
+SLOW = ("everything but pipelines", "tied in one stage", "shards of half, repeated", "fused weights")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in PLANS])

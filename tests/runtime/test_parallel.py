@@ -13,7 +13,7 @@ LLAMA = "LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=4, 
 PLAIN = "examples/gpt.py:build(width=32, heads=4, blocks=4, vocab=64, context=16)"
 
 
-@pytest.mark.parametrize("source", [LLAMA, PLAIN])
+@pytest.mark.parametrize("source", [pytest.param(LLAMA, marks=pytest.mark.slow), PLAIN])
 def test_own_loop_with_accumulation_has_the_gradients_of_one_process(source: str, ranks: Ranks) -> None:
     strategies = ["dp4-z3", "dp2-z3-tp2", "tp4", "dp4", "dp2-tp2s-r", "dp4"]
     for found in ranks("own_loop", 4, source=source, strategies=strategies):
