@@ -112,7 +112,7 @@ class LinkProfile:
 
     curves: tuple[LinkCurve, ...]
     overlap_slowdown: float = 1.0
-    overlap_origin: Literal["measured", "assumed"] = "assumed"
+    overlap_origin: Literal["measured", "fitted", "assumed"] = "assumed"
 
     def __post_init__(self) -> None:
         if not 0 < self.overlap_slowdown <= 1000:

@@ -216,7 +216,7 @@ class Plan:
             raise InputError(
                 "the plan has parts that do not run yet",
                 why="; ".join(self.not_runnable),
-                fix="search again without --allow-unrunnable",
+                fix="search again without --allow-unrunnable; `estimate --allow-unrunnable` prices it",
             )
 
     def check(self, model: ModelSpec, *, unrunnable: bool = False) -> None:

@@ -315,7 +315,7 @@ def _stage_work(
     )
     nothing = (0.0,) * len(works)
     # Collectives run beside the compute, one layer ahead; where that was not measured, each is waited for.
-    slowdown = links.overlap_slowdown if links.overlap_origin == "measured" else None
+    slowdown = links.overlap_slowdown if links.overlap_origin != "assumed" else None
     warm, cold = (
         Row(computes_s=forwards, gathers_s=gathers, reduces_s=nothing, slowdown=slowdown) for gathers in (again, whole)
     )

@@ -214,7 +214,7 @@ def _links(device: Device, nodes: int, per_node: int) -> LinkProfile:
         rate = device.node_network_bytes_per_s.value * share * c["network_share"]
         shape = GroupShape(ranks=2 * per_node, nodes=2)
         curves += [_curve(name, shape, rate, c["network_alpha_s"]) for name in COLLECTIVES]
-    return LinkProfile(curves=tuple(curves), overlap_slowdown=1 + c["contention"], overlap_origin="measured")
+    return LinkProfile(curves=tuple(curves), overlap_slowdown=1 + c["contention"], overlap_origin="fitted")
 
 
 def _curve(collective: Collective, shape: GroupShape, rate: float, alpha_s: float) -> LinkCurve:

@@ -168,10 +168,10 @@ def _in_order(mesh: RankMesh, *names: tuple[str, ...]) -> tuple[str, ...]:
 def exposed_s(comm_s: float, compute_s: float, links: LinkProfile) -> float:
     """The seconds that communication adds to the compute beside it.
 
-    All of it, unless the cluster's overlap was measured: then both run at once, each slowed by
+    All of it, unless the cluster's overlap was measured or fitted: then both run at once, each slowed by
     `links.overlap_slowdown`, and what is left of the longer one runs alone. Never more than all of it.
     """
-    if links.overlap_origin != "measured":
+    if links.overlap_origin == "assumed":
         return comm_s
     shared_s = min(comm_s, compute_s)
     together_s = shared_s * links.overlap_slowdown + max(comm_s, compute_s) - shared_s

@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from autopar.errors import InputError
 from autopar.plan import Plan
 from autopar.predict import stage_memory
 from autopar.profiler.models import profile
 from autopar.runtime.models import build_model
+from autopar.runtime.stepping import refuse_whole_tensors
 from autopar.runtime.verify import WEIGHT_TOLERANCE
 
 Ranks = Callable[..., list[Any]]
@@ -30,6 +33,16 @@ def test_optimizers_that_need_whole_tensors_are_refused_by_name(ranks: Ranks) ->
     for found in ranks("optimizer_jobs:refused_optimizers", 2, source=SMALL, strategies=["dp2-z1"] * 4):
         assert "LBFGS does not run on a part of each parameter" in found["LBFGS"]
         assert "Adafactor is not elementwise" in found["Adafactor"]
+
+
+def test_muon_is_refused_by_name() -> None:
+    with pytest.raises(InputError, match="Muon is not elementwise"):
+        refuse_whole_tensors(torch.optim.Muon([torch.nn.Parameter(torch.ones(6, 4))]))
+
+
+@pytest.mark.parametrize("kind", [torch.optim.RAdam, torch.optim.Adamax, torch.optim.NAdam, torch.optim.Adagrad])
+def test_elementwise_optimizers_are_not_refused(kind: type[torch.optim.Optimizer]) -> None:
+    refuse_whole_tensors(kind([torch.nn.Parameter(torch.ones(6, 4))], lr=0.01))  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("optimizer", ["sgd-momentum", pytest.param("sgd", marks=pytest.mark.slow)])
