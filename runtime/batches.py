@@ -129,3 +129,11 @@ def example_batch(model: nn.Module, *, samples: int, sequence: int, seed: int = 
         )
     generator = torch.Generator().manual_seed(seed)
     return batch_form(model).batch(torch.randint(size, (samples, sequence + 1), generator=generator))
+
+
+def sequence_length(batch: Mapping[str, Tensor]) -> int | None:
+    """The sequence length of a batch: the second dimension of its first integer matrix."""
+    for value in batch.values():
+        if value.dim() == 2 and not value.is_floating_point():
+            return int(value.shape[1])
+    return None

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import autopar.plan
-import autopar.runtime.layers
+import autopar.runtime.moving
 from autopar.axes import Axis, Layout, RankMesh
 from autopar.errors import AutoparError
 from autopar.plan import Plan, PlanCluster, PlanModel
@@ -135,7 +135,7 @@ def _swapped_rows(parallel: ParallelModel) -> None:
 
 def _local_mask(parallel: ParallelModel) -> None:
     """Side inputs stay what this rank has of them, repeated to the size of the samples that it now holds."""
-    real = autopar.runtime.layers.relayout
+    real = autopar.runtime.moving.relayout
 
     def wrong(value: torch.Tensor, *layouts: Any, batch_dim: int | None = None) -> torch.Tensor:
         if batch_dim is None:
@@ -143,7 +143,7 @@ def _local_mask(parallel: ParallelModel) -> None:
         ranks = real(value, *layouts, batch_dim=batch_dim).shape[batch_dim] // value.shape[batch_dim]
         return torch.cat([value] * ranks, batch_dim)
 
-    _patch(autopar.runtime.layers, "relayout", wrong)
+    _patch(autopar.runtime.moving, "relayout", wrong)
 
 
 def _mean_of_means(parallel: ParallelModel) -> None:

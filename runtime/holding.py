@@ -1,0 +1,65 @@
+"""The parameters as a rank holds them once its stages are in place: what the optimizer steps, and who has the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from autopar.plan import Plan
+from autopar.runtime.gradients import HeldParameter, TensorParallelCut
+from autopar.runtime.groups import RankGroups
+from autopar.runtime.precision import Masters
+from autopar.runtime.sharding import axes_of_copies
+from autopar.runtime.shares import shards_of, tensor_share
+from autopar.runtime.stage import StageModule
+from autopar.runtime.stepping import stand_in
+
+
+def held_parameters(
+    stages: Mapping[int, StageModule],
+    plan: Plan,
+    groups: RankGroups,
+    masters: Masters,
+    cuts: Mapping[str, TensorParallelCut],
+    tied: Mapping[str, tuple[str, ...]],
+) -> list[HeldParameter]:
+    """Every parameter of the stages once, under the name of the first layer that uses it."""
+    mesh = plan.mesh
+    found: list[HeldParameter] = []
+    seen: set[int] = set()
+    across, last = plan.num_stages > 1, len(plan.strategies) - 1
+    for body, layer in ((stage.body, layer) for stage in stages.values() for layer in stage.body.layers):
+        structure = body.structure
+        strategy = plan.strategies[layer]
+        placed = mesh.place(strategy)
+        for name, parameter in structure.layer_parameters(body.model, layer).items():
+            if id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            rows = groups.along(placed.dp_shard) if strategy.zero == 1 and parameter.dim() else None
+            cut = cuts.get(name)
+            along_tp = placed.tp if layer in (0, last) and cut is None else ()
+            copies, replicas = axes_of_copies(mesh, placed, along_tp)
+            share: float | Tensor = shards_of(parameter, rows) / mesh.size(copies)
+            if cut is not None:
+                share = share * tensor_share(cut, parameter, rows)
+            master = masters.of(name, parameter, None if cut is None else cut.piece)
+            in_both = across and name in tied
+            summed = () if strategy.zero > 1 else copies if rows is None else replicas
+            found.append(
+                HeldParameter(
+                    name=name,
+                    layer=layer,
+                    parameter=parameter,
+                    stepped=stand_in(parameter, rows, master),
+                    rows=rows,
+                    group=groups.along(summed) if summed else None,
+                    share=share,
+                    tied=in_both,
+                    counted=not (in_both and layer > 0),
+                    aliases=tied.get(name, ()),
+                    tensor_parallel=cut,
+                )
+            )
+    return found

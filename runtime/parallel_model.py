@@ -1,0 +1,322 @@
+"""A model under a plan: its training step, its gradients and its files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data import Dataset, DistributedSampler
+
+from autopar.errors import InputError, RunError
+from autopar.plan import Plan
+from autopar.runtime.batches import sequence_length
+from autopar.runtime.checkpoint import load_checkpoint, save_checkpoint
+from autopar.runtime.gradients import (
+    HeldParameter,
+    check_gradients_present,
+    clip_gradients,
+    reduce_added,
+    reduce_gradients,
+    scale_gradients,
+)
+from autopar.runtime.groups import RankGroups
+from autopar.runtime.layers import LocalLayers
+from autopar.runtime.losses import loss_of, with_loss
+from autopar.runtime.pipelining import Pipeline
+from autopar.runtime.precision import mixed_dtype
+from autopar.runtime.samples import own_samples
+from autopar.runtime.stage import StageModule
+from autopar.runtime.stepping import follow_steps
+from autopar.runtime.structure import Probe
+from autopar.schedules import V_SHAPED
+
+
+class ParallelModel(nn.Module):
+    """A model under a plan.
+
+    train_step(batch): forward and backward of this rank's samples over all micro-batches, pipelined or not.
+    forward(**batch): without a pipeline, the model's own output, for a loop of the user's.
+    The batch is this rank's part; `shard_batch` cuts it from the global one.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        found: Probe,
+        groups: RankGroups,
+        layers: LocalLayers,
+        *,
+        probe_tokens: int | None,
+    ) -> None:
+        super().__init__()
+        self.plan = plan
+        self.stages = nn.ModuleList(layers.stages.values())
+        self._stage_numbers = tuple(layers.stages)
+        self.held: tuple[HeldParameter, ...] = layers.held
+        self._structure, self._groups = found.structure, groups
+        self._hidden_shape, self._probe_tokens = found.hidden_shape, probe_tokens
+        self._tied_across = plan.num_stages > 1 and found.structure.tied
+        self._pipeline_group = groups.pipeline() if plan.pp > 1 else None
+        self._pipeline: Pipeline | None = None
+        self._steps = 0
+        self._reduce_in_backward = False
+        for entry in self.held:
+            if entry.stands_in:
+                entry.parameter.register_post_accumulate_grad_hook(self._handed_on(entry))
+            elif entry.group is not None and entry.parameter.requires_grad:
+                entry.parameter.register_hook(self._summed(entry.group))
+        follow_steps(self, self.held)
+        self._names = frozenset(name for name, _ in self.named_parameters())
+
+    def _refuse_new_parameters(self) -> None:
+        """Raise InputError when the model has more parameters than when it was wrapped."""
+        if sum(1 for _ in self.parameters()) <= len(self._names):
+            return
+        new = sorted(name.split(".body.model.")[-1] for name, _ in self.named_parameters() if name not in self._names)
+        raise InputError(
+            f"{len(new)} parameters appeared after autopar.parallelize: {', '.join(new[:6])}",
+            why="they have no strategy, and each rank would train its own",
+            fix="add adapters and the like before autopar.parallelize",
+        )
+
+    def _handed_on(self, entry: HeldParameter) -> Any:
+        def hook(parameter: Tensor) -> None:
+            if self._reduce_in_backward:
+                reduce_added(entry)
+
+        return hook
+
+    def _summed(self, group: dist.ProcessGroup) -> Any:
+        def hook(grad: Tensor) -> Tensor | None:
+            if not self._reduce_in_backward:
+                return None
+            grad = grad.clone()
+            dist.all_reduce(grad, group=group)
+            return grad
+
+        return hook
+
+    @property
+    def stage(self) -> StageModule:
+        """The first stage of this rank; the only one unless the schedule gives each rank several."""
+        stage = self.stages[0]
+        assert isinstance(stage, StageModule)
+        return stage
+
+    @property
+    def model(self) -> nn.Module:
+        """The wrapped model, with its own parameter names; of several stages of this rank, the first one's part."""
+        return self.stage.body.model
+
+    def _stages(self) -> list[StageModule]:
+        return [stage for stage in self.stages if isinstance(stage, StageModule)]
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank."""
+        return next(entry.parameter.device for entry in self.held)
+
+    @property
+    def local_batch(self) -> int:
+        """The samples of one step on this rank."""
+        return self.plan.request.global_batch // self.plan.mesh.ranks_per_stage
+
+    def shard_batch(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """This rank's samples of a global batch (first dimension global_batch), micro-batch by micro-batch."""
+        return {
+            name: value.to(self.device) for name, value in own_samples(batch, self.plan, self._groups.place).items()
+        }
+
+    def sampler(self, dataset: Dataset[Any], *, shuffle: bool = True, seed: int = 0) -> DistributedSampler[Any]:
+        """A sampler that gives this rank its part of a dataset; the ranks of one pipeline get the same samples."""
+        return DistributedSampler(
+            dataset, num_replicas=self.plan.mesh.ranks_per_stage, rank=self._groups.place, shuffle=shuffle, seed=seed
+        )
+
+    def forward(self, **batch: Tensor) -> Any:
+        """The model's output for this rank's samples; its loss is the global mean, with gradients to match.
+
+        Only without a pipeline. The backward leaves summed gradients, also after several calls (accumulation).
+        """
+        if self.plan.pp > 1:
+            raise InputError(
+                "a pipelined model has no forward of its own",
+                why=f"the plan has {self.plan.pp} stages",
+                fix="use model.train_step(batch)",
+            )
+        self._refuse_new_parameters()
+        self._reduce_in_backward = torch.is_grad_enabled()
+        output = self.stage.body(None, **batch)
+        mean = loss_of(output)
+        return output if mean is None else with_loss(output, mean, self._global_mean(output, batch))
+
+    def _global_mean(self, output: Any, batch: Mapping[str, Tensor]) -> Tensor:
+        """The global mean as value, this rank's share of it as gradient: summed over ranks, that is the whole one."""
+        total, count = self.stage.loss(output, batch)
+        sums = torch.stack([total.detach().double().cpu(), count.double().cpu()])
+        dist.all_reduce(sums, group=self._groups.along(self.plan.mesh.names))
+        local = total / sums[1].to(total)
+        return local + (sums[0] / sums[1] - local.detach().cpu()).to(local)
+
+    def train_step(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """The global mean loss, on every rank; the gradients are ready for the optimizer.
+
+        batch: this rank's samples, `local_batch` of them. Gradients of earlier steps must have been cleared.
+        Raises InputError for a batch of another size, RunError when the loss is not finite or, in the first step,
+        when a trained parameter got no gradient.
+        """
+        samples = {value.shape[0] for value in batch.values()}
+        if samples != {self.local_batch}:
+            raise InputError(
+                f"the batch has {sorted(samples)} samples on this rank",
+                why=f"the plan gives each rank {self.local_batch} of {self.plan.request.global_batch}",
+                fix="cut the global batch with model.shard_batch",
+            )
+        self._refuse_new_parameters()
+        self._reduce_in_backward = False
+        for stage in self._stages():
+            stage.reset()
+        if self.plan.pp > 1:
+            self._pipelined(batch)
+        else:
+            for part in range(self.plan.num_micro_batches):
+                size = self.local_batch // self.plan.num_micro_batches
+                micro = {name: value[part * size : (part + 1) * size] for name, value in batch.items()}
+                self.stage(None, **micro).backward()
+        return self._finish()
+
+    def _pipelined(self, batch: Mapping[str, Tensor]) -> None:
+        shape = self._boundary_shape(batch)
+        if self._pipeline is None:
+            assert self._pipeline_group is not None
+            self._pipeline = Pipeline(
+                modules=dict(zip(self._stage_numbers, self._stages(), strict=True)),
+                num_stages=self.plan.num_stages,
+                schedule=self.plan.schedule,
+                num_micro_batches=self.plan.num_micro_batches,
+                group=self._pipeline_group,
+                device=self.device,
+                hidden_shape=shape,
+                dtype=mixed_dtype(self.plan.request.dtype)
+                or next(p.dtype for p in self.model.parameters() if p.is_floating_point()),
+            )
+        if shape != self._pipeline.hidden_shape:
+            raise InputError(
+                f"the activations between stages changed from {self._pipeline.hidden_shape} to {shape}",
+                why="a pipeline keeps the shapes of its first batch",
+                fix="pad every batch to one sequence length",
+            )
+        self._pipeline.step(batch)
+
+    @property
+    def receive_buffers(self) -> list[Tensor]:
+        """The tensors that a pipeline keeps to receive into; they exist from the first step on."""
+        return [] if self._pipeline is None else self._pipeline.receive_buffers
+
+    def _boundary_shape(self, batch: Mapping[str, Tensor]) -> tuple[int, ...]:
+        samples = self.local_batch // self.plan.num_micro_batches
+        tokens, *rest = self._hidden_shape
+        sequence = sequence_length(batch)
+        if tokens == self._probe_tokens and sequence is not None:
+            tokens = sequence
+        return (samples, tokens, *rest)
+
+    def _finish(self) -> Tensor:
+        """Reduce, check and scale the gradients after the last backward; the global mean loss."""
+        if self._steps == 0:
+            check_gradients_present(self.held, self._groups.along(self.plan.mesh.names))
+        reduce_gradients(self.held)
+        if self._tied_across:
+            self._sum_tied()
+        sums = torch.zeros(2, dtype=torch.float64)
+        for total, count in (pair for stage in self._stages() for pair in stage.counted):
+            sums += torch.stack([total.double().cpu(), count.double().cpu()])
+        dist.all_reduce(sums)
+        self._steps += 1
+        if not bool(torch.isfinite(sums).all()) or sums[1] == 0:
+            raise RunError(
+                f"the loss is not finite in step {self._steps}: sum {float(sums[0])} over {float(sums[1]):.0f} labels",
+                why="the model diverged, or the batch has no label",
+                fix="lower the learning rate, or check the labels",
+            )
+        scale_gradients(self.held, 1.0 / float(sums[1]))
+        return sums[0] / sums[1]
+
+    def _sum_tied(self) -> None:
+        """Sum the gradients of the two copies of parameters that embedding and head share across stages."""
+        copies = {entry.name: grad for entry in self.held if entry.tied and (grad := entry.local_grad) is not None}
+        if self.plan.schedule in V_SHAPED:
+            # Both ends are on one rank: one parameter, or, where sharded, two copies of it.
+            for entry in self.held:
+                if entry.name in copies and not entry.counted:
+                    first = next(copies[alias] for alias in entry.aliases if alias in copies)
+                    first += copies[entry.name]
+                    copies[entry.name].copy_(first)
+        elif self._groups.stage in (0, self.plan.pp - 1):
+            for grad in copies.values():
+                dist.all_reduce(grad, group=self._groups.ends())
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """The 2-norm of the gradient of the whole model, which is then scaled down to `max_norm` if larger."""
+        return clip_gradients(self.held, max_norm)
+
+    def save(self, folder: str | os.PathLike[str], optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Write a checkpoint that any plan of this model reads again, with the optimizer's states if given."""
+        save_checkpoint(
+            folder,
+            self.held,
+            fingerprint=self.plan.model.fingerprint,
+            writer=self._groups.place,
+            writers=self.plan.mesh.ranks_per_stage,
+            optimizer=optimizer,
+        )
+
+    def export(self, folder: str | os.PathLike[str]) -> None:
+        """Write the weights as plain safetensors under the model's own names; a collective.
+
+        Under mixed precision they are the rounded ones, which the model computes with.
+        """
+        # safetensors comes with transformers only.
+        from autopar.runtime.exporting import export_weights
+
+        persistent = {name for stage in self._stages() for name in stage.body.model.state_dict()}
+        buffers = {name: value for name, value in self.model.named_buffers() if name in persistent}
+        export_weights(
+            folder,
+            self.held,
+            writes=self._groups.place == 0,
+            dtype=mixed_dtype(self.plan.request.dtype),
+            buffers=buffers,
+        )
+
+    def import_weights(self, folder: str | os.PathLike[str]) -> None:
+        """Take the weights of plain safetensors files, read one tensor at a time."""
+        from autopar.runtime.exporting import import_weights
+
+        import_weights(folder, self.held)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients, also of what the optimizer steps in place of parameters."""
+        super().zero_grad(set_to_none)
+        for entry in self.held:
+            entry.stepped.grad = None
+
+    def load(self, folder: str | os.PathLike[str], optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Take the parameters, and the optimizer's states if given, from a checkpoint of any plan of this model."""
+        load_checkpoint(folder, self.held, fingerprint=self.plan.model.fingerprint, optimizer=optimizer)
+
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Parameter groups for an elementwise torch optimizer; sharded and plain tensors must not share a group.
+
+        They are this rank's part: rows of the parameters under ZeRO, float32 masters under mixed precision. After each
+        `optimizer.step()` the parameters of the model follow; an optimizer that is not elementwise is refused there.
+        """
+        stepped = {id(e.stepped): e.stepped for e in self.held if e.parameter.requires_grad}.values()
+        sharded = [p for p in stepped if isinstance(p, DTensor)]
+        plain = [p for p in stepped if not isinstance(p, DTensor)]
+        return [{"params": group} for group in (sharded, plain) if group]
