@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from autopar.comm import BUCKET_BYTES
 from autopar.memory import Unit
 from autopar.request import Optimizer
 
@@ -39,8 +40,9 @@ def upper_bound(
     state = unit.held_bytes + unit.optimizer_bytes(optimizer) + counted
     state += whole - resident
     if unit.zero == 1:
-        # At the end of the step its rows of the summed gradients lie beside the whole ones, and nothing is saved.
-        state += max(0, grads + unit.optimizer_share(grads) - kept - counted)
+        # At the end of the step buckets of gradients lie beside the whole ones, and nothing is saved.
+        copied = 0 if grads >= BUCKET_BYTES else grads + unit.optimizer_share(grads)
+        state += max(0, grads + copied - kept - counted)
     # While the layer itself works backwards its gradients are there beside its saved sets.
     own = unit.share(grads) - counted
     around = before_bytes + after_bytes
@@ -55,6 +57,8 @@ def upper_bound(
         moving + before_bytes + (grads + unit.trainable_bytes if unit.gathers else after_bytes) + own,
         unit.temporary_bytes(optimizer),
     ]
+    if unit.zero == 1 and grads >= BUCKET_BYTES:
+        moments.append(2 * (BUCKET_BYTES + BUCKET_BYTES // unit.shards))
     if unit.recompute:
         moments.append(unit.output_bytes + unit.forward_peak_bytes + around + resident + own)
     return Bound(state_bytes=state, saved_bytes=kept, transient_bytes=max(moments))

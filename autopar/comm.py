@@ -22,6 +22,9 @@ from autopar.axes import RankMesh
 from autopar.errors import InputError
 from autopar.measured import Collective, Estimate, GroupShape, LinkCurve, LinkProfile, Origin
 
+BUCKET_BYTES = 4 << 20
+"""What travels together at the end of a step, where the bandwidth of a collective is near its best."""
+
 
 def seconds(links: LinkProfile, collective: Collective, shape: GroupShape, size_bytes: float) -> Estimate:
     """Seconds of one collective; 0 for a group of one rank or nothing to send.

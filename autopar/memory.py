@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import ceil
 
+from autopar.comm import BUCKET_BYTES
 from autopar.ledger import Ledger
 from autopar.measured import LayerCost
 from autopar.orders import Action, Kind
@@ -219,15 +220,26 @@ def walk_stages(
                 ledger.look(0)
                 moments.append(_moment(ledger))
     ledger.moment = None
-    # ZeRO-1 sums all gradients at once: every rank's rows beside the whole ones, which then go.
+    # ZeRO-1 sums its gradients in buckets: a copy beside the whole ones, which then go while its rows come.
     scattered = [unit for unit in every if unit.zero == 1]
     rows_bytes = sum(unit.optimizer_share(unit.gradient_bytes) for unit in scattered)
-    ledger.look(rows_bytes)
+    ledger.look(0, _bucket_bytes(scattered, sum(unit.gradient_bytes for unit in scattered), 1))
     ledger.add("gradients", rows_bytes - sum(unit.gradient_bytes for unit in scattered))
     ledger.look(max(unit.temporary_bytes(optimizer) for unit in every))
+    # Then it gathers the new parameters likewise, two buckets at once.
+    ledger.look(0, _bucket_bytes(scattered, sum(unit.trainable_bytes for unit in scattered), 2))
     if moments is not None:
         moments.append(_moment(ledger))
     return RankMemory(peak_bytes=ledger.peak_bytes, parts_bytes=ledger.peak)
+
+
+def _bucket_bytes(units: Sequence[Unit], size_bytes: int, count: int) -> int:
+    """So many buckets of these units' bytes, with the rows of one rank in each but one that holds all there is."""
+    if not units:
+        return 0
+    bucket_bytes = min(count * BUCKET_BYTES, size_bytes)
+    with_rows = count > 1 or size_bytes > bucket_bytes
+    return bucket_bytes + (bucket_bytes // min(unit.shards for unit in units) if with_rows else 0)
 
 
 def _moment(ledger: Ledger) -> RankMemory:

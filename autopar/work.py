@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import ceil
 
 from autopar import compute
 from autopar.axes import Layout, RankMesh
 from autopar.cluster import ClusterSpec
-from autopar.comm import boundary_shape, seconds, shape_of
+from autopar.comm import BUCKET_BYTES, boundary_shape, seconds, shape_of
 from autopar.measured import Collective, LayerCost, LinkProfile, Origin, weakest
 from autopar.request import OFFLOADED, OPTIMIZER_COPIES, Optimizer
 from autopar.strategy import Strategy
@@ -105,8 +106,8 @@ def layer_work(
     zero_forward_s = zero_backward_s = gather_s = reduce_s = sync_s = 0.0
     gradient_bytes = cost.trainable_bytes * widening(dtype)
     replicas = _in_order(mesh, place.dp_replicate, place.sp, place.cp)
-    # ZeRO-1 sends each tensor by itself, as it lies; fully_shard sends a layer at once.
-    sends = max(1, cost.trainable_tensors) if strategy.zero == 1 else 1
+    # Gradients of replicas and of ZeRO-1 go in buckets, larger tensors alone; fully_shard sends a layer at once.
+    sends = 1 if strategy.zero > 1 else max(1, min(cost.trainable_tensors, ceil(gradient_bytes / BUCKET_BYTES)))
     if strategy.zero:
         reduce_s = sends * over(place.dp_shard, "reduce_scatter", gradient_bytes / sends)
         if replicas:
@@ -123,7 +124,7 @@ def layer_work(
             again_s = gather_s if strategy.zero == 3 else 0.0
             zero_backward_s = exposed_s(again_s + reduce_s, backward_s, links)
     elif replicas:
-        sync_s = over(replicas, "all_reduce", gradient_bytes)
+        sync_s = sends * over(replicas, "all_reduce", gradient_bytes / sends)
     if optimizer in OFFLOADED.values():
         origins.append("assumed")
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import RunError
-from autopar.runtime.buckets import sum_in_buckets
+from autopar.runtime.buckets import Grouped, sum_in_buckets, sum_rows_in_buckets
 from autopar.runtime.rows import gather_rows, own_rows, rows_of, start_sum_rows
 
 if TYPE_CHECKING:
@@ -133,27 +133,29 @@ def shard_of(parameter: DTensor, full: Tensor) -> Tensor:
 def reduce_gradients(held: Sequence[HeldParameter]) -> None:
     """Sum the gradients of replicated layers over their data-parallel ranks and hand them to what the optimizer steps.
 
-    In one fixed order on all ranks: replicas all-reduce, ZeRO-1 reduce-scatters, with HSDP followed by an all-reduce
-    of the rows. A trained parameter without a gradient on this rank takes part with zeros, so that no rank waits for
-    another.
+    In buckets, in one fixed order on all ranks: ZeRO-1 reduce-scatters, then replicas all-reduce, with HSDP the rows
+    too. A trained parameter without a gradient on this rank takes part with zeros, so that no rank waits for another.
     """
-    replicated, cut = [], []
-    for entry in held:
-        if not _ours(entry):
-            continue
-        grad = _gradient(entry)
-        if entry.rows is not None:
-            cut.append((entry, *start_sum_rows(grad, entry.rows)))
-            continue
+    ours = [entry for entry in held if _ours(entry)]
+    cut = [entry for entry in ours if entry.rows is not None]
+    whole_grads: list[Grouped] = []
+    for entry in cut:
+        assert entry.rows is not None
+        whole_grads.append((_gradient(entry), entry.rows))
+        entry.parameter.grad = None
+
+    def take(place: int, rows: Tensor) -> None:
+        cut[place].stepped.grad = rows
+
+    sum_rows_in_buckets(whole_grads, take)
+    replicated: list[Grouped] = []
+    for entry in ours:
+        grad = entry.local_grad if entry.rows is not None else _gradient(entry)
+        assert grad is not None
         if entry.group is not None:
             replicated.append((grad, entry.group))
-        if entry.stands_in:
+        if entry.stands_in and entry.rows is None:
             entry.stepped.grad, entry.parameter.grad = grad, None
-    for entry, work, rows in cut:
-        work.wait()
-        entry.stepped.grad, entry.parameter.grad = rows, None
-        if entry.group is not None:
-            replicated.append((rows, entry.group))
     sum_in_buckets(replicated)
 
 

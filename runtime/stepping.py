@@ -21,8 +21,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from autopar.errors import InputError
+from autopar.runtime.buckets import Grouped, gather_rows_in_buckets
 from autopar.runtime.gradients import HeldParameter
-from autopar.runtime.rows import own_rows, start_gather_rows
+from autopar.runtime.rows import own_rows
 
 
 def stand_in(parameter: nn.Parameter, rows: dist.ProcessGroup | None, master: Tensor | None) -> nn.Parameter:
@@ -72,7 +73,7 @@ def _stepped(optimizer: Optimizer) -> list[Tensor]:
 @torch.no_grad()
 def refresh(held: Sequence[HeldParameter]) -> None:
     """Bring parameters up to date with what the optimizer stepped in their place; a collective of their ranks."""
-    pending = []
+    cut: list[Grouped] = []
     for entry in held:
         whole = entry.parameter.data
         mine = whole if entry.rows is None else own_rows(whole, entry.rows)
@@ -81,10 +82,8 @@ def refresh(held: Sequence[HeldParameter]) -> None:
             if mine.dtype == entry.stepped.dtype:
                 entry.stepped.data = mine  # somebody moved the model: rows are a view of it again
         if entry.rows is not None:
-            pending.append(start_gather_rows(mine, whole, entry.rows))
-    for work, done in pending:
-        work.wait()
-        done()
+            cut.append((whole, entry.rows))
+    gather_rows_in_buckets(cut)
 
 
 def refuse_whole_tensors(optimizer: Optimizer) -> None:

@@ -61,6 +61,13 @@ class Trainer(_Base):
             names = list(inspect.signature(self.model.model.forward).parameters)
             self._signature_columns = [*names, "label", "label_ids", *self.label_names]
 
+    def _move_model_to_device(self, model: Any, device: torch.device) -> None:
+        """Leave the parts where `parallelize` put them.
+
+        On CPU ranks accelerate names the device cpu:0, to which torch copies what is on "cpu": all parameters would
+        move away from what the optimizer steps.
+        """
+
     def create_accelerator_and_postprocess(self) -> None:
         """Make the accelerator, which must not wrap the model: it sums its gradients itself."""
         super().create_accelerator_and_postprocess()

@@ -77,15 +77,27 @@ def test_two_zero_3_units_by_hand() -> None:
     assert peak.peak_bytes == max(first, second) == 600
 
 
-def test_zero_1_holds_rows_beside_whole_gradients_at_the_end() -> None:
-    """Parameters 100, a quarter of 200 for the optimizer, gradients 100 and the rows 25 of their sum."""
+def test_zero_1_holds_a_bucket_beside_whole_gradients_at_the_end() -> None:
+    """Parameters 100, a quarter of 200 for the optimizer, gradients 100 and, being few, all of them in one bucket."""
     idle = replace(PLAIN, input_bytes=0, output_bytes=0, saved_bytes=0, forward_peak_bytes=0, backward_peak_bytes=100)
     peak = walk([_zero(1, idle)], actions("1f1b", 1, 0, 1), optimizer="adamw")
-    assert peak.peak_bytes == 100 + 50 + 100 + 25
+    assert peak.peak_bytes == 100 + 50 + 100 + 100
     for steady in (False, True):
         bound = upper_bound(_zero(1, replace(idle, backward_peak_bytes=0)), optimizer="adamw", steady=steady)
-        assert bound.state_bytes >= 100 + 50 + 100 + 25
+        assert bound.state_bytes >= 100 + 50 + 100 + 100
     assert peak.parts_bytes["gradients"] == 100
+
+
+def test_a_bucket_of_zero_1_is_of_a_size_that_models_do_not_change() -> None:
+    """Of 64 MiB in each of three layers 4 MiB are copied, and each rank's quarter of a bucket has come before."""
+    size = 64 << 20
+    big = replace(
+        PLAIN, parameter_bytes=size, trainable_bytes=size, largest_parameter_bytes=1 << 20, backward_peak_bytes=size
+    )
+    peak = walk([_zero(1, big)] * 3, actions("1f1b", 1, 0, 1), optimizer="adamw")
+    assert peak.peak_bytes == 3 * (size + size // 2 + size) + (5 << 20)
+    bound = upper_bound(_zero(1, big), optimizer="adamw", steady=True)
+    assert 3 * bound.state_bytes + bound.transient_bytes >= peak.peak_bytes
 
 
 def test_zero_2_stays_whole_between_forward_and_backward() -> None:

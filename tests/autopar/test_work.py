@@ -59,6 +59,19 @@ def test_replicas_reduce_once_a_step() -> None:
     assert (work.zero_forward_s, work.zero_backward_s, work.tp_forward_s) == (0.0, 0.0, 0.0)
 
 
+@pytest.mark.parametrize(("tensors", "sends"), [(9, 4), (3, 3), (1, 1)])
+def test_gradients_travel_in_buckets_of_4_mib_and_large_tensors_alone(tensors: int, sends: int) -> None:
+    """14 MiB are four buckets, of fewer and larger tensors one each; nothing is smaller than a bucket for that."""
+    size = 14 << 20
+    cost = replace(_cost(), parameter_bytes=size, trainable_bytes=size, trainable_tensors=tensors)
+    one = size / sends
+    assert _work("dp4", cost=cost).sync_s == pytest.approx(sends * _s("all_reduce", 4, one), rel=0.01)
+    scatter, gather = _s("reduce_scatter", 4, one), _s("all_gather", 4, one)
+    assert _work("dp4-z1", cost=cost).sync_s == pytest.approx(sends * (scatter + gather), rel=0.01)
+    small = replace(_cost(), trainable_tensors=tensors)
+    assert _work("dp4-z1", cost=small) == _work("dp4-z1")
+
+
 def test_zero_3_gathers_twice_and_reduces_in_every_micro_batch() -> None:
     two, three = _work("dp4-z2"), _work("dp4-z3")
     gather, scatter = _s("all_gather", 4, SIZE), _s("reduce_scatter", 4, SIZE)

@@ -22,6 +22,7 @@ SOURCE = (
 SEQUENCE, WORLD = 32, 4
 PLANS: dict[str, tuple[list[str], dict[str, Any]]] = {
     "replicated": (["dp4"] * 6, {"micro_batches": 2}),
+    "optimizer sharded": (["dp4-z1"] * 6, {"micro_batches": 2}),
     "sharded": (["dp4-z3"] * 6, {"micro_batches": 2}),
     "kept whole between": (["dp4-z2"] * 6, {}),
     "tensor parallel": (["dp4", "tp4", "tp4", "dp2-tp2", "dp2-tp2", "dp4-z3"], {}),

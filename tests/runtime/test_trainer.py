@@ -29,6 +29,7 @@ def test_losses_norms_and_rates_are_those_of_one_process(
         assert found["ours"] == [pytest.approx(row, rel=2e-4) for row in found["plain"]]
         assert found["again"][-3:] == [pytest.approx(row, rel=2e-4) for row in found["plain"][3:]]
         assert found["names"]
+        assert found["moved"] == []
         assert found["weights"] <= 1e-4
         assert found["evaluated"] == pytest.approx(found["plainly evaluated"], rel=1e-2)
 

@@ -52,6 +52,7 @@ def losses_of_trainers(
         "plain": _logged(plain),
         "ours": _logged(ours),
         "again": _logged(again),
+        "moved": [e.name for e in ours.model.held if e.rows and e.parameter.device != torch.device("cpu")],
         "names": sorted(files) == sorted(name for name, _ in plain.model.named_parameters()),
         "weights": wrong,
         "evaluated": evaluated,
