@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from autopar.pipeline import StageTimes, simulate
 from autopar.request import Schedule
-from tests.bench.fidelity_lib import judging
+from autopar.units import GIB
+from tests.bench.fidelity_lib import judging, memory
 from tests.bench.fidelity_lib.fitting import fit
 from tests.bench.fidelity_lib.records import map_all, map_record
 from tests.bench.fidelity_lib.schedules import critical_path
@@ -233,3 +234,58 @@ def test_the_command_prints_the_sources_as_json(tmp_path: Path) -> None:
         assert sources[1]["n"] == 3
         assert sources[1]["skipped"] == 1
         assert sources[1]["reasons"] == {"the run did not fit": 1}
+
+
+def test_parameters_that_a_source_states_say_whether_embedding_and_head_are_one() -> None:
+    model = {"name": "llama-like", "layers": 16, "hidden": 2048, "heads": 32, "ffn": 8192, "vocab": 131072}
+    assert not map_record(record(model=model)).arch.tied
+    assert map_record(record(model=model, params_b=1.34)).arch.tied
+    assert not map_record(record(model=model, params_b=1.61)).arch.tied
+    assert not map_record(record(model=model, params_b=1.45)).arch.tied  # neither: what the family does
+
+
+def test_stages_cut_by_cost_count_the_head() -> None:
+    """By hand: blocks of 67.1 M and a head of 268.4 M make 1342.2 M; the first rank takes until above half of that."""
+    model = {"name": "llama-like", "layers": 16, "hidden": 2048, "heads": 32, "ffn": 8192, "vocab": 131072}
+    case = map_record(record(framework="nanotron", model=model))
+    assert case.chunk_blocks == (11, 5)
+    assert map_record(record(model=model)).chunk_blocks == (8, 8)
+
+
+def test_memory_of_a_run_counted_by_hand() -> None:
+    model = {"layers": 2, "hidden": 1024, "heads": 16, "ffn": 4096, "vocab": 50000}
+    run = record(n_gpus=1, tp=1, pp=1, micro_batch=2, global_batch=2, model=model)
+    parameters = 2 * (12 * 1024**2 + 13 * 1024) + 50000 * 1024
+    tokens = 2 * 2048
+    inputs, scores = 2 * 2 * tokens * 1024, 2 * 16 * 2048**2
+    block = tokens * 1024 * 34 + 5 * scores - inputs / 2 + 4 * scores
+    work = max(block, 12 * tokens * 50000)
+    megatron = memory.reported_bytes(map_record({**run, "framework": "Megatron-LM"}))
+    assert megatron == pytest.approx(1.06 * (16 * parameters + inputs + work) + 0.5 * GIB, rel=1e-9)
+    oneflow = memory.reported_bytes(map_record({**run, "framework": "OneFlow-GPT"}))
+    work = max(block, 6 * tokens * 50000)
+    assert oneflow == pytest.approx(18 * parameters + inputs + work + 0.5 * GIB, rel=1e-9)
+
+
+def test_a_figure_of_rank_0_is_of_the_first_stage() -> None:
+    model = {"name": "llama-like", "layers": 8, "hidden": 1024, "heads": 16, "ffn": 4096, "vocab": 131072}
+    changes = {"pp": 2, "tp": 1, "n_gpus": 2, "activation_checkpointing": "none", "attention": "flash-2"}
+    case = map_record(record(framework="nanotron", model=model, **changes))
+    first, last = (memory._stage(case, stage) for stage in (0, 1))
+    assert memory.stage_bytes(case) == first
+    assert sum(last.values()) > sum(first.values())  # it has the logits
+
+
+def test_a_buffered_pipeline_keeps_room_for_twice_its_stages() -> None:
+    changes = {"pp": 4, "tp": 4, "n_gpus": 16}
+    plain, buffered = (map_record(record(framework=name, **changes)) for name in ("Megatron-LM", "OneFlow-GPT"))
+    block = 2 * 4 * 2048 * 3072
+    assert memory._stage(plain, 0)["activations"] == plain.chunk_blocks[0] * 4 * block
+    assert memory._stage(buffered, 0)["activations"] == plain.chunk_blocks[0] * 8 * block
+
+
+def test_memory_is_printed_for_each_source(capsys: pytest.CaptureFixture[str]) -> None:
+    cases, _ = map_all([record(memory_gib=20.0), record(), record(source_id="another", memory_gib=20.0)])
+    memory.print_memory(cases)
+    lines = capsys.readouterr().out.splitlines()[-2:]
+    assert [line.split()[:3] for line in lines] == [["another", "A100", "1"], ["vtrain-multi", "A100", "1"]]

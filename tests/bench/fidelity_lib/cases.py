@@ -26,7 +26,7 @@ class Case:
     state_shards: over how many ranks the optimizer is cut; node_bytes_per_s: what leaves a node;
     stops_early: a recompute ends with the last input that the backward needs (torch's non-reentrant checkpoint, XLA);
     fused_accumulation: the product of a weight gradient adds to the sum itself; overlap_dp, overlap_tp: collectives
-    run beside compute; kernel: "plain", "flash1" or "flash".
+    run beside compute; kernel: "plain", "flash1" or "flash"; balanced: stages are cut by cost, the head counted.
     """
 
     source: str
@@ -59,6 +59,7 @@ class Case:
     memory_gib: float | None
     assumed: tuple[str, ...]
     framework: str
+    balanced: bool = False
 
     @property
     def ranks(self) -> int:
@@ -150,8 +151,14 @@ class Case:
 
     @property
     def chunk_blocks(self) -> tuple[int, ...]:
-        """Blocks of each virtual stage in model order; what does not divide is taken from the two ends."""
+        """Blocks of each virtual stage in model order; what does not divide is taken from the two ends.
+
+        Balanced: a rank takes blocks until it has more than its share of the products, those of the logits included
+        (nanotron, src/nanotron/models/base.py, build_model).
+        """
         count = self.pp * self.chunks
+        if self.balanced:
+            return self._balanced_blocks(count)
         most = -(-self.arch.layers // count)
         blocks, missing = [most] * count, most * count - self.arch.layers
         order = [i for pair in zip(reversed(range(count)), range(count), strict=True) for i in pair][:count]
@@ -160,6 +167,15 @@ class Case:
                 if missing and blocks[i]:
                     blocks[i] -= 1
                     missing -= 1
+        return tuple(blocks)
+
+    def _balanced_blocks(self, count: int) -> tuple[int, ...]:
+        block, head = self.arch.block_products, self.arch.vocab * self.arch.hidden
+        blocks, stage = [0] * count, 0
+        for done in range(1, self.arch.layers + 1):
+            blocks[stage] += 1
+            if done * block * count > (self.arch.layers * block + head) * (stage + 1):
+                stage += 1
         return tuple(blocks)
 
 

@@ -11,6 +11,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -193,6 +194,7 @@ def map_record(r: dict[str, Any], heads: Mapping[tuple[str, int], int] = Mapping
         memory_gib=r.get("memory_gib"),
         assumed=tuple(assumed),
         framework=str(r.get("framework") or ""),
+        balanced=str(r.get("framework")).startswith("nanotron"),
     )
 
 
@@ -250,7 +252,7 @@ def _architecture(
     if not heads:
         heads = elsewhere.get((source, hidden)) or max(1, hidden // 128)
         assumed.append("heads as elsewhere in the source, or h/128")
-    return Architecture(
+    found = Architecture(
         name=name or "model",
         layers=layers,
         hidden=hidden,
@@ -261,6 +263,14 @@ def _architecture(
         gated=gated,
         tied=tied,
     )
+    other, stated = replace(found, tied=not tied), 1e9 * (r.get("params_b") or 0)
+    if not known and _off(other, stated) < 0.005 and _off(found, stated) > 0.02:
+        return other
+    return found
+
+
+def _off(arch: Architecture, parameters: float) -> float:
+    return abs(arch.parameter_count / parameters - 1) if parameters else 1.0
 
 
 def _batch(r: dict[str, Any], tp: int, pp: int, dp: int, assumed: list[str]) -> tuple[float, float, int]:
