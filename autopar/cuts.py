@@ -8,7 +8,7 @@ from typing import overload
 
 from autopar.axes import RankMesh, divisors
 from autopar.errors import InputError, RunError
-from autopar.legality import why_batch_illegal, why_schedule_illegal
+from autopar.legality import why_batch_illegal, why_pipeline_not_runnable, why_schedule_illegal
 from autopar.measured import ClusterFile, ModelFile
 from autopar.price import CostTables
 from autopar.request import Request, Schedule
@@ -108,6 +108,10 @@ def legal_cuts(
             continue
         if pp > layers:
             skipped.append(f"pp {pp} is more than the {layers} layers of the model, embed and head included")
+            continue
+        alone = None if request.allow_unrunnable else why_pipeline_not_runnable(model_file.model, pp)
+        if alone:
+            skipped.append(f"pp {pp}: {alone}")
             continue
         mesh = RankMesh.of(world_size=cluster.world_size, pp=pp, ranks_per_node=cluster.ranks_per_node)
         for count in counts:

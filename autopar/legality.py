@@ -6,7 +6,7 @@ Each function returns None when all is well, otherwise the reason in words with 
 from __future__ import annotations
 
 from autopar.axes import RankMesh, divisors
-from autopar.model import LayerKind, Role
+from autopar.model import LayerKind, ModelSpec, Role
 from autopar.request import OFFLOADED, Optimizer, Schedule
 from autopar.schedules import SPLIT_BACKWARD, why_stages_illegal
 from autopar.strategy import Strategy
@@ -136,6 +136,11 @@ def why_schedule_not_runnable(schedule: Schedule, dtype: str = "float32") -> str
             "not in float32 as everywhere else"
         )
     return None
+
+
+def why_pipeline_not_runnable(model: ModelSpec, pp: int) -> str | None:
+    """Why the runtime of this version cannot put the layers of a model on `pp` stages."""
+    return f"{model.name} runs on one stage: {model.pipeline_reason}" if pp > 1 and model.pipeline_reason else None
 
 
 def why_optimizer_not_runnable(optimizer: Optimizer) -> str | None:

@@ -102,7 +102,8 @@ class ModelSpec:
 
     source: the MODEL string it can be built from again; layers: the kind name of each layer in chain order (embed
     first, head last); tied: embed and head share parameters (each is then listed in both kinds); fingerprint: a hash
-    of all parameter names, shapes and dtypes.
+    of all parameter names, shapes and dtypes; pipeline_reason: why the runtime of this version cannot put its layers on
+    several stages, if so.
     Raises ValueError when the chain does not hold together.
     """
 
@@ -114,6 +115,7 @@ class ModelSpec:
     tied: bool = False
     hidden_size: int
     vocab_size: int | None = None
+    pipeline_reason: str = omitted("")
 
     def __post_init__(self) -> None:
         known = [kind.name for kind in self.kinds]

@@ -19,6 +19,7 @@ from autopar.legality import (
     why_illegal,
     why_not_runnable,
     why_optimizer_not_runnable,
+    why_pipeline_not_runnable,
     why_schedule_illegal,
     why_schedule_not_runnable,
     why_sharding_illegal,
@@ -251,6 +252,9 @@ class Plan:
             )
         if not unrunnable:
             self.check_runnable()
+            reason = why_pipeline_not_runnable(model, self.pp)
+            if reason:
+                raise InputError(f"the model does not run with pp {self.pp} yet", why=reason, fix="pp 1")
         for layer, (name, strategy) in enumerate(zip(model.layer_names, self.strategies, strict=True)):
             reason = why_illegal(
                 strategy,

@@ -159,3 +159,19 @@ def test_more_to_choose_from_is_never_slower() -> None:
         assert few.certificate is not None
         assert many.certificate is not None
         assert many.certificate.objective_ns <= few.certificate.objective_ns
+
+
+def test_a_model_of_one_stage_is_planned_on_several_only_when_asked() -> None:
+    reason = "an encoder and a decoder"
+    whole = replace(MODEL, model=replace(MODEL.model, pipeline_reason=reason))
+    plan = search_files(whole, CLUSTER, request()).plan
+    assert plan.pp == 1
+    with pytest.raises(InputError, match=reason):
+        search_files(whole, CLUSTER, request(pp=(2,)))
+    asked = request(pp=(2,), allow_unrunnable=True)
+    staged = search_files(whole, CLUSTER, asked).plan
+    assert staged.pp == 2
+    staged.check(whole.model, unrunnable=True)
+    staged.check(MODEL.model, unrunnable=True)
+    with pytest.raises(InputError, match=reason):
+        replace(staged, request=request(pp=(2,))).check(whole.model)
