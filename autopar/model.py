@@ -102,8 +102,8 @@ class ModelSpec:
 
     source: the MODEL string it can be built from again; layers: the kind name of each layer in chain order (embed
     first, head last); tied: embed and head share parameters (each is then listed in both kinds); fingerprint: a hash
-    of all parameter names, shapes and dtypes; pipeline_reason: why the runtime of this version cannot put its layers on
-    several stages, if so.
+    of all parameter names, shapes and dtypes; pipeline_reason: why the runtime of this version cannot put its layers
+    on several stages, if so.
     Raises ValueError when the chain does not hold together.
     """
 
