@@ -104,6 +104,7 @@ def rank_main(job_file: str) -> None:
     with open(stack_path(job.folder, rank), "w", encoding="utf-8") as stack:
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
         _write_whole(pid_path(job.folder, rank), os.getpid())
+        wait_until_forked(job)
         with open(events_path(job.folder, rank), "a", encoding="utf-8", buffering=1) as events:
 
             def report(event: dict[str, Any]) -> None:
@@ -119,6 +120,16 @@ def rank_main(job_file: str) -> None:
                 # When a rank is killed, the others fail over the broken connection. They must not be seen dead first.
                 time.sleep(0.0 if isinstance(error, AutoparError) else _LINGER_S)
                 os._exit(1)
+
+
+def wait_until_forked(job: Job) -> None:
+    """Return when every rank of the job has started.
+
+    A rank that connects makes the agent's store resolve its address in a thread. A rank forked in that moment inherits
+    libc's lock as taken, and hangs in its own connection: 1 of 25 launches of 8 ranks did.
+    """
+    while not all(pid_path(job.folder, rank).exists() for rank in range(job.nproc)):
+        time.sleep(0.002)
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from autopar.errors import InputError, RunError, UsageError
-from autopar.runtime.launch import inside_torchrun, launch
+from autopar.runtime.launch import Job, inside_torchrun, launch, pid_path
 
 TARGETS = Path(__file__).with_name("launch_targets.py")
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,6 +72,21 @@ def test_two_launches_at_once(tmp_path: Path) -> None:
 
 def _env() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT)}
+
+
+def test_no_rank_connects_before_all_are_forked(tmp_path: Path) -> None:
+    """One forked while the agent's store serves another inherits locks as taken."""
+    from autopar.runtime.worker import wait_until_forked
+
+    job = Job(target="", payload={}, nproc=2, device="cpu", threads_per_rank=1, timeout_s=1, folder=str(tmp_path))
+    waiting = threading.Thread(target=wait_until_forked, args=(job,), daemon=True)
+    pid_path(job.folder, 0).touch()
+    waiting.start()
+    waiting.join(0.1)
+    assert waiting.is_alive()
+    pid_path(job.folder, 1).touch()
+    waiting.join(10)
+    assert not waiting.is_alive()
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
@@ -175,7 +191,7 @@ def test_the_progress_function_may_fail() -> None:
 def test_inside_torchrun_it_runs_here(tmp_path: Path) -> None:
     script = tmp_path / "inside.py"
     script.write_text(
-        "from autopar.runtime.launch import inside_torchrun, launch\n"
+        "from autopar.runtime.launch import Job, inside_torchrun, launch, pid_path\n"
         "assert inside_torchrun()\n"
         f"print([r['total'] for r in launch({str(TARGETS) + ':add_up'!r}, {{'first': 1}}, nproc=2, timeout_s=60)])\n"
     )
