@@ -1,17 +1,18 @@
-"""Where a block's inputs are: hooks that move the hidden state from one layer's layout to the next one's."""
+"""Where a block's inputs are: hooks that move them from one layer's layout to the next one's."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from autopar.axes import Layout
 from autopar.plan import Plan
 from autopar.runtime.arguments import argument, replace_argument
 from autopar.runtime.groups import RankGroups
 from autopar.runtime.relayout import GroupOf, relayout
+from autopar.runtime.side_inputs import SideInputs
 from autopar.runtime.stage import StageBody
 from autopar.runtime.structure import Structure
 
@@ -27,8 +28,8 @@ def attach_relayouts(body: StageBody, plan: Plan, groups: RankGroups) -> None:
 
     for number, block in blocks.items():
         layout = mesh.place(plan.strategies[number + 1]).layout
-        hook = _Entry(structure, source=before, boundary=mesh.boundary, target=layout, group_of=group_of)
-        if hook.needed:
+        hook = _Entry(body.side_inputs, structure, source=before, target=layout, group_of=group_of)
+        if before != layout or mesh.boundary.batch != layout.batch:
             block.register_forward_pre_hook(hook, with_kwargs=True)
         before = layout
     if blocks and before != mesh.boundary:
@@ -37,34 +38,20 @@ def attach_relayouts(body: StageBody, plan: Plan, groups: RankGroups) -> None:
 
 
 class _Entry:
-    """A pre-hook that brings a block's inputs into its layout: the hidden state from `source`, the rest from outside.
-
-    Side inputs that carry the batch come from the model's forward, which runs in the boundary layout.
-    """
+    """A pre-hook that lays a block's inputs out: the hidden state from `source`, the rest from outside."""
 
     def __init__(
-        self, structure: Structure, *, source: Layout, boundary: Layout, target: Layout, group_of: GroupOf
+        self, side: SideInputs, structure: Structure, *, source: Layout, target: Layout, group_of: GroupOf
     ) -> None:
-        self.structure, self.group_of = structure, group_of
-        self.source, self.boundary, self.target = source, boundary, target
-
-    @property
-    def needed(self) -> bool:
-        return self.source != self.target or bool(
-            self.structure.batch_inputs and self.boundary.batch != self.target.batch
-        )
+        self.side, self.hidden, self.group_of = side, structure.hidden, group_of
+        self.source, self.target = source, target
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        hidden = argument(args, kwargs, self.structure.hidden)
+        self.side.agree(args, kwargs, self.hidden)
+        hidden = argument(args, kwargs, self.hidden)
         moved = relayout(hidden, self.source, self.target, self.group_of)
-        args, kwargs = replace_argument(args, kwargs, self.structure.hidden, moved)
-        for key, dim in self.structure.batch_inputs:
-            value = argument(args, kwargs, key)
-            if isinstance(value, Tensor):
-                whole, local = Layout(batch=self.boundary.batch), Layout(batch=self.target.batch)
-                value = relayout(value, whole, local, self.group_of, batch_dim=dim)
-                args, kwargs = replace_argument(args, kwargs, key, value)
-        return args, kwargs
+        args, kwargs = replace_argument(args, kwargs, self.hidden, moved)
+        return self.side.laid_out(args, kwargs, self.target, self.group_of)
 
 
 def _exit(structure: Structure, source: Layout, target: Layout, group_of: GroupOf) -> Any:

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopar.errors import InputError
 from autopar.model import Parameter
-from autopar.runtime.arguments import argument, named_arguments
+from autopar.runtime.arguments import Key, argument, named_arguments, tensor_arguments
 from autopar.runtime.ends import SeenEnds, Vocabulary
 from autopar.runtime.refusals import refuse_batch_statistics, refuse_shared
 from autopar.runtime.trees import tree_leaves, tree_map
@@ -33,7 +33,7 @@ class Structure:
     blocks: dotted path of the ModuleList; hidden: position (or keyword) at which a block takes the hidden state;
     output_length: 0 when a block returns the hidden state itself, otherwise the length of the tuple that it leads;
     hidden_size: elements of the hidden state's last dimension;
-    batch_inputs: the side inputs of a block that carry the batch, as (position or keyword, dimension);
+    batch_inputs: the side inputs of a block that carry the batch, as (key, dimension);
     embed_parameters, head_parameters: full names; tied: whether some parameter is in both;
     kinds: for each block the number of its kind (class, parameter shapes and dtypes).
     """
@@ -43,7 +43,7 @@ class Structure:
     hidden: int | str
     output_length: int
     hidden_size: int
-    batch_inputs: tuple[tuple[int | str, int], ...]
+    batch_inputs: tuple[tuple[Key, int], ...]
     embed_parameters: tuple[str, ...]
     head_parameters: tuple[str, ...]
     tied: bool
@@ -268,8 +268,8 @@ def _kinds(blocks: nn.ModuleList) -> list[int]:
 
 
 def _batch_inputs(
-    large: Mapping[int | str, tuple[int, ...]], small: Mapping[int | str, tuple[int, ...]], hidden: int | str
-) -> tuple[tuple[int | str, int], ...]:
+    large: Mapping[Key, tuple[int, ...]], small: Mapping[Key, tuple[int, ...]], hidden: int | str
+) -> tuple[tuple[Key, int], ...]:
     found = []
     for key, shape in large.items():
         if key != hidden and key in small:
@@ -283,7 +283,7 @@ class _Run:
     hidden: int | str
     output_length: int
     hidden_shape: tuple[int, ...]
-    shapes: dict[int | str, tuple[int, ...]]
+    shapes: dict[Key, tuple[int, ...]]
     inputs: dict[int, BlockInputs]
 
 
@@ -300,7 +300,7 @@ class _Seen:
         self.passed: Tensor | None = None
         self.given: tuple[Tensor, int] | None = None
         self.output_length = 0
-        self.shapes: dict[int | str, tuple[int, ...]] = {}
+        self.shapes: dict[Key, tuple[int, ...]] = {}
         self.inputs: dict[int, BlockInputs] = {}
 
     def before(self, number: int, usage: _UsedParameters) -> Any:
@@ -318,7 +318,7 @@ class _Seen:
             self.order.append(number)
             usage.phase = "blocks"
             if number == 0:
-                self.shapes = {k: tuple(v.shape) for k, v in named_arguments(args, kwargs) if isinstance(v, Tensor)}
+                self.shapes = {key: tuple(x.shape) for key, x in tensor_arguments(args, kwargs)}
             if number in self.first_of_kind:
                 self.inputs[self.first_of_kind[number]] = BlockInputs(args=_detached(args), kwargs=_detached(kwargs))
 
