@@ -81,7 +81,7 @@ def why_illegal(
         reason = f"{strategy}: expert parallelism has no price yet"
     if reason is None:
         reason = (_why_block_illegal if kind.role == "block" else _why_outer_illegal)(strategy, kind)
-    return reason or (_why_sequence_illegal(strategy, sequence) if kind.role == "block" else None)
+    return reason or (_why_sequence_illegal(strategy, kind.tokens or sequence) if kind.role == "block" else None)
 
 
 def _why_outer_illegal(strategy: Strategy, kind: LayerKind) -> str | None:

@@ -66,7 +66,8 @@ class LayerKind:
     tp_degrees: the tensor-parallel degrees (> 1) that the block's own graph allows, of embed and head the
     vocabulary-parallel ones; `tp_reason` in words why no others ("heads 14, kv heads 2, width 1792");
     sequence_norms: whether those degrees also run with sequence-parallel norms; attention: of a block, None where it
-    is not known to have one of equal heads; sequence_reason: why its sequence cannot be cut around it, if so.
+    is not known to have one of equal heads; sequence_reason: why its sequence cannot be cut around it, if so; tokens:
+    those of its hidden state where the model and not the request says how many (patches of an image), otherwise 0.
     """
 
     name: str
@@ -78,6 +79,7 @@ class LayerKind:
     sequence_norms: bool = False
     attention: Attention | None = omitted(None)
     sequence_reason: str = omitted("")
+    tokens: int = omitted(0)
 
     @property
     def vocabulary(self) -> Parameter | None:

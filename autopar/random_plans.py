@@ -9,7 +9,7 @@ from random import Random
 from typing import get_args
 
 from autopar.axes import RankMesh, divisors
-from autopar.legality import why_illegal, why_schedule_illegal, why_sharding_illegal
+from autopar.legality import why_illegal, why_pipeline_not_runnable, why_schedule_illegal, why_sharding_illegal
 from autopar.model import ModelSpec, layer_names
 from autopar.plan import Plan, PlanCluster, PlanModel
 from autopar.request import Request, Schedule
@@ -29,7 +29,7 @@ def random_plan(model: ModelSpec, *, world: int, seed: int, number: int) -> Plan
     """
     rng = Random(f"{seed}/{number}")
     layers = len(model.layers)
-    cuts = [ranks for ranks in divisors(world) if ranks <= layers]
+    cuts = [ranks for ranks in divisors(world) if ranks <= layers and why_pipeline_not_runnable(model, ranks) is None]
     pp = rng.choices(cuts, weights=[1 if ranks == world > 1 else 3 for ranks in cuts])[0]
     mesh = RankMesh.of(world_size=world, pp=pp, ranks_per_node=(per_node := rng.choice(divisors(world))))
     schedule, per_rank, micro_batches = rng.choice(_pipelines(pp, layers // pp))

@@ -19,15 +19,17 @@ from autopar.errors import InputError
 from autopar.measured import TensorParallelCall
 from autopar.model import ModelSpec
 from autopar.profiler.clock import device_name
-from autopar.profiler.trace import LayerCall
+from autopar.profiler.trace import LayerCall, in_graph, tie
 from autopar.runtime.arguments import argument, replace_argument
 from autopar.runtime.batches import example_batch, vocab_size
 from autopar.runtime.fakes import DEPENDS_ON_NUMBERS
 from autopar.runtime.losses import own_loss, summed_loss
+from autopar.runtime.probing import probe
 from autopar.runtime.spec import describe, kind_name
 from autopar.runtime.stage import LossFunction, StageBody, StageModule
-from autopar.runtime.structure import Probe, probe
+from autopar.runtime.structure import BlockForm, Probe
 from autopar.runtime.tracker import storage_bytes
+from autopar.runtime.trees import tree_leaves, tree_map
 
 if TYPE_CHECKING:
     from autopar.runtime.tensor_parallel import BlockPlan
@@ -80,8 +82,8 @@ class LayerBench:
         self._derivations = described.derivations
         structure = self._probe.structure
         self._numbers = {kind_name(n, len(self._probe.inputs)): n for n in self._probe.inputs}
-        blocks = structure.block_list(model)
-        self._blocks = {n: blocks[structure.kinds.index(n)] for n in self._probe.inputs}
+        self._first = {n: structure.kinds.index(n) for n in self._probe.inputs}
+        self._blocks = {n: structure.block(model, block) for n, block in self._first.items()}
         self._dtype: torch.dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
         # Which labels count cannot be seen on fake tensors, and the bytes do not depend on it.
         unseen = summed_loss(type(model).__name__, shifted=True) if fake else None
@@ -115,19 +117,24 @@ class LayerBench:
         """The layer with random inputs of so many local samples."""
         if key.kind not in self._numbers:
             return self._outer_call(key, samples)
-        structure, number = self._probe.structure, self._numbers[key.kind]
+        number = self._numbers[key.kind]
+        form = self._form(number)
         args, kwargs = self._block_inputs(number, samples)
         module = self._module(key)
 
         def run(hidden: Tensor | None) -> Tensor:
-            given, named = replace_argument(args, kwargs, structure.hidden, hidden)
-            output = module(*given, **named)
-            first = structure.hidden_in(output)
+            given, named = replace_argument(args, kwargs, form.hidden, hidden)
+            if torch.is_grad_enabled():  # the encoder's output and the like get their gradient too
+                for side in form.learned:
+                    value = tree_map(_with_gradient, argument(given, named, side))
+                    given, named = replace_argument(given, named, side, value)
+            first = form.hidden_in(module(*given, **named))
             assert isinstance(first, Tensor)
             return first
 
-        hidden = self._hidden(samples, sequence_shards=key.tp if key.sequence_norms else 1)
-        sides = replace_argument(args, kwargs, structure.hidden, None)
+        shape = argument(args, kwargs, form.hidden).shape[1:]
+        hidden = self._hidden(samples, shape, sequence_shards=key.tp if key.sequence_norms else 1)
+        sides = replace_argument(args, kwargs, form.hidden, None)
         return LayerCall(module=module, hidden=hidden, sides=sides, run=run)
 
     def shared_bytes(self, key: LayerKey, samples: int) -> int:
@@ -139,7 +146,11 @@ class LayerBench:
             return 0
         number = self._numbers.get(key.kind, 0)
         args, kwargs = self._block_inputs(number, samples)
-        return storage_bytes(replace_argument(args, kwargs, self._probe.structure.hidden, None))
+        return storage_bytes(replace_argument(args, kwargs, self._form(number).hidden, None))
+
+    def _form(self, number: int) -> BlockForm:
+        """How the blocks of a kind take and return tensors."""
+        return self._probe.structure.forms[self._first[number]]
 
     def calls(self, key: LayerKey) -> tuple[TensorParallelCall, ...]:
         """The collectives of the layer over its tensor-parallel group."""
@@ -176,32 +187,55 @@ class LayerBench:
             assert isinstance(output, Tensor)
             return output
 
-        hidden = None if key.kind == "embed" else self._hidden(samples)
+        hidden = None if key.kind == "embed" else self._hidden(samples, self._probe.hidden_shape)
         return LayerCall(module=module, hidden=hidden, sides=batch, run=run)
 
     def _outer_module(self, kind: str) -> nn.Module:
         """The stage that holds the embedding or the head alone; the blocks are shared with the model, not copied."""
-        blocks = self._probe.structure.block_list(self._model)
-        shared = _copied(self._model, shared=blocks)
-        last = self._probe.structure.num_blocks + 1
-        body = StageBody(shared, self._probe.structure, range(1) if kind == "embed" else range(last, last + 1))
+        structure = self._probe.structure
+        shared = _copied(self._model, shared=[structure.block(self._model, n) for n in range(structure.num_blocks)])
+        last = structure.num_blocks + 1
+        body = StageBody(shared, structure, range(1) if kind == "embed" else range(last, last + 1))
+        if kind == "embed":
+            for number, form in enumerate(structure.forms):
+                if form.learned:
+                    structure.block(shared, number).register_forward_hook(_tied_to(form), with_kwargs=True)
         body.attach_ends()
         return body if kind == "embed" else StageModule(body, self._loss)
 
-    def _hidden(self, samples: int, sequence_shards: int = 1) -> Tensor:
+    def _hidden(self, samples: int, shape: Sequence[int], sequence_shards: int = 1) -> Tensor:
         generator = torch.Generator().manual_seed(samples)
-        tokens, *rest = self._probe.hidden_shape
-        shape = (samples, tokens // sequence_shards, *rest)
-        return torch.randn(shape, generator=generator).to(device=self._device, dtype=self._dtype)
+        tokens, *rest = shape
+        return torch.randn((samples, tokens // sequence_shards, *rest), generator=generator).to(
+            device=self._device, dtype=self._dtype
+        )
 
     def _block_inputs(self, number: int, samples: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        structure, inputs = self._probe.structure, self._probe.inputs[number]
+        inputs = self._probe.inputs[number]
         args, kwargs = inputs.args, inputs.kwargs
-        for key, dim in structure.batch_inputs:
+        for key, dim in self._form(number).batch_inputs:
             value = argument(args, kwargs, key)
             if isinstance(value, Tensor):
                 args, kwargs = replace_argument(args, kwargs, key, _repeated(value, dim, samples))
         return args, kwargs
+
+
+def _with_gradient(value: Any) -> Any:
+    """A tensor as the middle of a graph."""
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        return value
+    return in_graph(value, value.new_zeros((), requires_grad=True))
+
+
+def _tied_to(form: BlockForm) -> Any:
+    """A hook on what stands for a block: the backward reaches its learned side inputs, as through the block itself."""
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        sides = [x for key in form.learned for x in tree_leaves(argument(args, kwargs, key))]
+        hidden = tie(form.hidden_in(output), [x for x in sides if isinstance(x, Tensor) and x.requires_grad])
+        return (hidden, *output[1:]) if form.output_length else hidden
+
+    return hook
 
 
 def _copied(module: nn.Module, shared: Iterable[nn.Module] = ()) -> nn.Module:

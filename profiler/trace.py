@@ -87,6 +87,18 @@ def _backward_peak_bytes(ending: Tensor, live: LiveBytes) -> int:
     return live.peak_bytes
 
 
+def in_graph(tensor: Tensor, weight: Tensor) -> Tensor:
+    """A tensor as the middle of a graph; weight: any scalar that requires a gradient."""
+    out: Tensor = _Activation.apply(tensor, weight)
+    return out
+
+
+def tie(tensor: Tensor, others: Sequence[Tensor]) -> Tensor:
+    """The same tensor; its backward also hands the others gradients of zero."""
+    out: Tensor = _Tied.apply(tensor, *others)
+    return out
+
+
 def run_inside_model(call: LayerCall, weight: Tensor) -> Tensor:
     """What the layer returns, as a node in the middle of a graph (`weight` is any scalar that requires a gradient)."""
     hidden = None if call.hidden is None else _Activation.apply(call.hidden, weight)
@@ -130,6 +142,17 @@ class _Activation(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         return None, None
+
+
+class _Tied(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, *others: Tensor) -> Tensor:
+        ctx.likes = [(x.shape, x.dtype, x.device) for x in others]
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0], *(torch.zeros(s, dtype=dtype, device=device) for s, dtype, device in ctx.likes)
 
 
 class _Gradient(torch.autograd.Function):

@@ -132,7 +132,7 @@ def example_batch(model: nn.Module, *, samples: int, sequence: int, seed: int = 
 
 
 def sequence_length(batch: Mapping[str, Tensor]) -> int | None:
-    """The sequence length of a batch: the second dimension of its first integer matrix."""
+    """The sequence length of a batch: the second dimension of its first integer matrix; None without."""
     for value in batch.values():
         if value.dim() == 2 and not value.is_floating_point():
             return int(value.shape[1])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,15 +29,18 @@ class SeenEnds:
     """Hooks on the modules outside the blocks, for one forward: which nn.Embedding gets ids of the batch in `phase`
     "embed", and which nn.Linear runs last in `phase` "head"."""
 
-    def __init__(self, model: nn.Module, blocks: str, batch: Mapping[str, Tensor], phase: Callable[[], str]) -> None:
+    def __init__(
+        self, model: nn.Module, blocks: Sequence[str], batch: Mapping[str, Tensor], phase: Callable[[], str]
+    ) -> None:
         self._model, self._phase = model, phase
         self._ids = [value for value in batch.values() if not value.is_floating_point()]
         self._lookup: str | None = None
         self._projection: str | None = None
+        inside = tuple(f"{path}." for path in blocks)
         self.handles = [
             module.register_forward_pre_hook(self._see(path))
             for path, module in model.named_modules()
-            if isinstance(module, nn.Embedding | nn.Linear) and not path.startswith(f"{blocks}.")
+            if isinstance(module, nn.Embedding | nn.Linear) and not path.startswith(inside)
         ]
 
     def _see(self, path: str) -> Any:
@@ -55,20 +58,24 @@ class SeenEnds:
             return any(x.shape == value.shape and x.dtype == value.dtype for x in self._ids)
         return isinstance(value, Tensor) and any(x.shape == value.shape and torch.equal(x, value) for x in self._ids)
 
-    def lookup(self) -> Vocabulary:
-        """The embedding of the token ids."""
+    def lookup(self, *, shared: bool = False) -> Vocabulary:
+        """The embedding of the token ids; shared: others may look up in the same table."""
         if self._lookup is None:
             return Vocabulary(reason="no nn.Embedding looks the token ids of the batch up")
+        if shared:
+            return Vocabulary(reason="words enter the model in more than one place")
         table = self._model.get_submodule(self._lookup)
         assert isinstance(table, nn.Embedding)
         if table.max_norm is not None or table.sparse or table.scale_grad_by_freq:
             return Vocabulary(reason=f"{self._lookup} uses max_norm, sparse or scale_grad_by_freq")
         return Vocabulary(path=self._lookup, words=table.num_embeddings)
 
-    def projection(self) -> Vocabulary:
-        """The linear layer that makes the logits."""
+    def projection(self, *, shared: bool = False) -> Vocabulary:
+        """The linear layer that makes the logits; shared: its weights are those of a lookup that is not cut."""
         if self._projection is None:
             return Vocabulary(reason="its logits are not made by an nn.Linear")
+        if shared:
+            return Vocabulary(reason=f"{self._projection} shares its weights with lookups that are not cut")
         linear = self._model.get_submodule(self._projection)
         assert isinstance(linear, nn.Linear)
         if type(linear).forward is not nn.Linear.forward:

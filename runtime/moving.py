@@ -1,20 +1,24 @@
-"""Where a block's inputs are: hooks that move them from one layer's layout to the next one's."""
+"""Where a block's inputs are: hooks that move the hidden state from one layer's layout to the next one's.
+
+What blocks take and return beside the hidden state (masks, rotary tables, position biases, the encoder's output)
+crosses layers in the layout of the boundary, in which all of the model outside its blocks runs. So does the hidden
+state where something runs between two blocks.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
-from autopar.axes import Layout
+from autopar.axes import Layout, RankMesh
 from autopar.plan import Plan
-from autopar.runtime.arguments import argument, replace_argument
+from autopar.runtime.arguments import named_arguments, replace_argument
 from autopar.runtime.groups import RankGroups
-from autopar.runtime.relayout import GroupOf, relayout
-from autopar.runtime.side_inputs import SideInputs
+from autopar.runtime.relayout import GroupOf, relayout, share_gradient, sum_gradient
 from autopar.runtime.stage import StageBody
-from autopar.runtime.structure import Structure
+from autopar.runtime.structure import BlockForm
 
 
 def attach_relayouts(body: StageBody, plan: Plan, groups: RankGroups) -> None:
@@ -22,41 +26,74 @@ def attach_relayouts(body: StageBody, plan: Plan, groups: RankGroups) -> None:
     mesh, structure = plan.mesh, body.structure
     before = mesh.boundary
     blocks = body.blocks()
-
-    def group_of(axis: str) -> dist.ProcessGroup:
-        return groups.along((axis,))
-
+    move = _Move(mesh=mesh, group_of=lambda axis: groups.along((axis,)))
     for number, block in blocks.items():
         layout = mesh.place(plan.strategies[number + 1]).layout
-        hook = _Entry(body.side_inputs, structure, source=before, target=layout, group_of=group_of)
-        if before != layout or mesh.boundary.batch != layout.batch:
-            block.register_forward_pre_hook(hook, with_kwargs=True)
+        if number in structure.starts:
+            before = mesh.boundary
+        leaves = number + 1 in structure.starts or number + 1 not in blocks
+        after = mesh.boundary if leaves else layout
+        form = structure.forms[number]
+        if before != layout or layout.batch != mesh.boundary.batch:
+            block.register_forward_pre_hook(_entry(move, form, before, layout), with_kwargs=True)
+        if after != layout or layout.batch != mesh.boundary.batch:
+            block.register_forward_hook(_exit(move, form, layout, after))
         before = layout
-    if blocks and before != mesh.boundary:
-        last = blocks[max(blocks)]
-        last.register_forward_hook(_exit(structure, before, mesh.boundary, group_of))
 
 
-class _Entry:
-    """A pre-hook that lays a block's inputs out: the hidden state from `source`, the rest from outside."""
+@dataclass(frozen=True, kw_only=True)
+class _Move:
+    """Moves what is not the hidden state between a layer's layout and the boundary's."""
 
-    def __init__(
-        self, side: SideInputs, structure: Structure, *, source: Layout, target: Layout, group_of: GroupOf
-    ) -> None:
-        self.side, self.hidden, self.group_of = side, structure.hidden, group_of
-        self.source, self.target = source, target
+    mesh: RankMesh
+    group_of: GroupOf
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.side.agree(args, kwargs, self.hidden)
-        hidden = argument(args, kwargs, self.hidden)
-        moved = relayout(hidden, self.source, self.target, self.group_of)
-        args, kwargs = replace_argument(args, kwargs, self.hidden, moved)
-        return self.side.laid_out(args, kwargs, self.target, self.group_of)
+    def hidden(self, x: Tensor, source: Layout, target: Layout) -> Tensor:
+        return relayout(x, source, target, self.group_of)
+
+    def in_(self, x: Tensor, target: Layout, batch_dim: int | None) -> Tensor:
+        """A side input. Without samples all ranks have it: then each of those that share samples gives its part of
+        the gradient, which outside is summed over all ranks."""
+        boundary = self.mesh.boundary.batch
+        if batch_dim is not None:
+            return relayout(x, Layout(batch=boundary), Layout(batch=target.batch), self.group_of, batch_dim=batch_dim)
+        return share_gradient(x, self.mesh.size(self._apart(target))) if x.requires_grad else x
+
+    def out(self, x: Tensor, source: Layout, batch_dim: int | None) -> Tensor:
+        """What a block returns beside the hidden state. Without samples, those that share the block's samples add up
+        the gradients of their users."""
+        boundary = self.mesh.boundary.batch
+        if batch_dim is not None:
+            return relayout(x, Layout(batch=source.batch), Layout(batch=boundary), self.group_of, batch_dim=batch_dim)
+        return sum_gradient(x, [self.group_of(axis) for axis in self._apart(source)]) if x.requires_grad else x
+
+    def _apart(self, layout: Layout) -> tuple[str, ...]:
+        """The axes along which the ranks share samples in a layout, and do not at the boundary."""
+        return tuple(axis for axis in self.mesh.boundary.batch if axis not in layout.batch)
 
 
-def _exit(structure: Structure, source: Layout, target: Layout, group_of: GroupOf) -> Any:
+def _entry(move: _Move, form: BlockForm, source: Layout, target: Layout) -> Any:
+    dims = dict(form.batch_inputs)
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        for key, value in named_arguments(args, kwargs):
+            if key == form.hidden:
+                args, kwargs = replace_argument(args, kwargs, key, move.hidden(value, source, target))
+            elif isinstance(value, Tensor):
+                args, kwargs = replace_argument(args, kwargs, key, move.in_(value, target, dims.get(key)))
+        return args, kwargs
+
+    return hook
+
+
+def _exit(move: _Move, form: BlockForm, source: Layout, target: Layout) -> Any:
+    dims = dict(form.batch_outputs)
+
     def hook(module: nn.Module, args: Any, output: Any) -> Any:
-        moved = relayout(structure.hidden_in(output), source, target, group_of)
-        return (moved, *output[1:]) if structure.output_length else moved
+        moved = move.hidden(form.hidden_in(output), source, target)
+        if not form.output_length:
+            return moved
+        sides = enumerate(output[1:], start=1)
+        return (moved, *(move.out(x, source, dims.get(i)) if isinstance(x, Tensor) else x for i, x in sides))
 
     return hook

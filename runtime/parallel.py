@@ -15,9 +15,9 @@ from autopar.runtime.layers import place_layers
 from autopar.runtime.losses import own_loss
 from autopar.runtime.parallel_model import ParallelModel
 from autopar.runtime.precision import Masters, mixed_dtype
+from autopar.runtime.probing import probe
 from autopar.runtime.spec import describe
 from autopar.runtime.stage import LossFunction
-from autopar.runtime.structure import probe
 from autopar.runtime.world import equalise, join_world, same_use
 
 __all__ = ["ParallelModel", "parallelize"]

@@ -6,7 +6,7 @@ their gradients are equal and complete already. Checked against DTensor's redist
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -63,6 +63,43 @@ class _Cut(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         return gather(grads[0], ctx.dim, ctx.group), None, None
+
+
+class _ShareGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: int) -> Tensor:
+        ctx.ranks = ranks
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0] / ctx.ranks, None
+
+
+class _SumGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tensor:
+        ctx.groups = groups
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        grad = grads[0].clone(memory_format=torch.contiguous_format)
+        for group in ctx.groups:
+            dist.all_reduce(grad, group=group)
+        return grad, None
+
+
+def share_gradient(x: Tensor, ranks: int) -> Tensor:
+    """The same tensor; its gradient, which so many ranks have whole, counts once in a sum over them."""
+    out: Tensor = _ShareGradient.apply(x, ranks)
+    return out
+
+
+def sum_gradient(x: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tensor:
+    """The same tensor; its gradients on the ranks of these groups are summed."""
+    out: Tensor = _SumGradient.apply(x, groups)
+    return out
 
 
 def relayout(x: Tensor, source: Layout, target: Layout, group_of: GroupOf, *, batch_dim: int = 0) -> Tensor:

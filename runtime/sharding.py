@@ -56,8 +56,8 @@ def shard_layers(
         words = {id(p) for name, p in body.model.named_parameters(remove_duplicate=False) if name in cuts}
         cut_modules = [m for m in modules if outside and any(id(p) in words for p in m.parameters(recurse=False))]
         rest = [m for m in modules if all(m is not other for other in cut_modules)]
-        for part, tp in ((cut_modules, ()), (rest, placed.tp if outside else ())):
-            if part:
+        for whole, tp in ((cut_modules, ()), (rest, placed.tp if outside else ())):
+            for part in _apart(whole) if outside and len(structure.starts) > 1 else [whole] if whole else []:
                 device_mesh = groups.mesh_along(placed.dp_shard, axes_of_copies(mesh, placed, tp)[1])
                 shard_modules(part, device_mesh, keep_unsharded=strategy.zero == 2, gathered=masters.dtype)
     named = {id(p) for layer in sharded for p in structure.layer_parameters(body.model, layer).values()}
@@ -75,5 +75,18 @@ def _modules_of(body: StageBody, layer: int) -> list[nn.Module]:
 
 
 def _contains_blocks(module: nn.Module, body: StageBody) -> bool:
-    blocks = body.structure.block_list(body.model)
-    return any(child is blocks for child in module.modules())
+    blocks = {id(body.structure.block(body.model, number)) for number in range(body.structure.num_blocks)}
+    return any(id(child) in blocks for child in module.modules() if child is not module)
+
+
+def _apart(modules: list[nn.Module]) -> list[list[nn.Module]]:
+    """The modules one by one, together only where they share parameters.
+
+    What runs in several places of a forward must be gathered for each: a group is, for the first and last of it, once.
+    """
+    parts: list[list[nn.Module]] = []
+    for module in modules:
+        own = {id(p) for p in module.parameters()}
+        met = [part for part in parts if own & {id(p) for other in part for p in other.parameters()}]
+        parts = [part for part in parts if part not in met] + [[*(m for part in met for m in part), module]]
+    return parts

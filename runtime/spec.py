@@ -11,7 +11,8 @@ from torch import nn
 from autopar.axes import prime_factors
 from autopar.errors import InputError
 from autopar.model import LayerKind, ModelSpec
-from autopar.runtime.structure import Probe, fingerprint, parameters_of
+from autopar.runtime.arguments import argument
+from autopar.runtime.structure import BlockInputs, Probe, fingerprint, parameters_of
 
 if TYPE_CHECKING:
     from autopar.runtime.tensor_parallel import Derivation
@@ -43,7 +44,7 @@ def describe(
     derivations: dict[int, Derivation] = {}
     for number in range(count):
         first = structure.kinds.index(number)
-        block = model.get_submodule(structure.block_path(first))
+        block = model.get_submodule(structure.paths[first])
         inputs = found.inputs[number]
         derivation, reason = None, "not derived"
         if max_tp > 1:
@@ -66,6 +67,7 @@ def describe(
                 sequence_norms=_sequence_norms(derivation, max_tp),
                 attention=derivation.attention if derivation else None,
                 sequence_reason=(derivation.why_no_cut_sequence() or "") if derivation else "",
+                tokens=_own_tokens(inputs, structure.forms[first].hidden, found.tokens),
             )
         )
     kinds.append(_outer_kind("head", model, found, max_tp))
@@ -78,6 +80,7 @@ def describe(
         tied=structure.tied,
         hidden_size=structure.hidden_size,
         vocab_size=vocab_size,
+        pipeline_reason=structure.pipeline_reason,
     )
     return DescribedModel(spec=spec, derivations=derivations)
 
@@ -94,6 +97,12 @@ def _outer_kind(role: str, model: nn.Module, found: Probe, max_tp: int) -> Layer
         tp_degrees=vocabulary.degrees(max_tp),
         tp_reason=vocabulary.reason or f"vocabulary {vocabulary.words}",
     )
+
+
+def _own_tokens(inputs: BlockInputs, hidden: int | str, tokens: int | None) -> int:
+    """The tokens of a block's hidden state where they are not those of the batch, otherwise 0."""
+    shape = argument(inputs.args, inputs.kwargs, hidden).shape
+    return 0 if len(shape) < 3 or shape[1] == tokens else int(shape[1])
 
 
 def _sequence_norms(derivation: Derivation | None, max_tp: int) -> bool:

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.runtime.arguments import argument, replace_argument
-from autopar.runtime.side_inputs import SideInputs
-from autopar.runtime.structure import Structure
+from autopar.runtime.structure import BlockForm, Structure
 
 LossFunction = Callable[[Any, Mapping[str, Tensor]], tuple[Tensor, Tensor]]
 """(what the model returned, the batch) -> (sum of the losses, number of their tokens or samples)."""
@@ -32,11 +31,26 @@ class _LeftEarly(Exception):  # noqa: N818  (no error: the way out of a forward)
 
 
 class PassThrough(nn.Module):
-    """Stands for a block of another stage: returns the hidden state as that block would, without parameters."""
+    """Stands for a block of another stage: returns the hidden state as that block would, without parameters.
 
-    def __init__(self, structure: Structure) -> None:
+    What the model asks of the block besides (its settings) is answered by the block's own modules, without storage.
+    """
+
+    def __init__(self, form: BlockForm, block: nn.Module) -> None:
         super().__init__()
-        self._hidden, self._length = structure.hidden, structure.output_length
+        self._hidden, self._length = form.hidden, form.output_length
+        memo: dict[int, Any] = {id(p): nn.Parameter(_stub(p.detach()), p.requires_grad) for p in block.parameters()}
+        memo |= {id(b): b for b in block.buffers()}
+        memo |= {id(v): v for m in block.modules() for name, v in vars(m).items() if not name.startswith("_")}
+        object.__setattr__(self, "_block", copy.deepcopy(block, memo))  # no submodule: it has no layer here
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "_block" not in self.__dict__:
+                raise
+            return getattr(self.__dict__["_block"], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The hidden state, in a tuple of the block's length where the block returns one."""
@@ -52,11 +66,8 @@ class StageBody(nn.Module):
     The model is changed in place: layers outside `layers` lose their parameters.
     """
 
-    def __init__(
-        self, model: nn.Module, structure: Structure, layers: range, side_inputs: SideInputs | None = None
-    ) -> None:
+    def __init__(self, model: nn.Module, structure: Structure, layers: range) -> None:
         super().__init__()
-        self.side_inputs = side_inputs or SideInputs()
         self.model = model
         self.structure = structure
         self.layers = layers
@@ -67,17 +78,18 @@ class StageBody(nn.Module):
 
     def blocks(self) -> dict[int, nn.Module]:
         """The own blocks by their number."""
-        return {n: block for n, block in enumerate(self._all_blocks) if n + 1 in self.layers}
+        return {layer - 1: self._block(layer - 1) for layer in self.layers if 0 < layer <= self.structure.num_blocks}
 
-    @property
-    def _all_blocks(self) -> nn.ModuleList:
-        return self.structure.block_list(self.model)
+    def _block(self, number: int) -> nn.Module:
+        return self.structure.block(self.model, number)
 
     def _drop_foreign_parameters(self) -> None:
         structure = self.structure
         for number in range(structure.num_blocks):
             if number + 1 not in self.layers:
-                self._all_blocks[number] = PassThrough(structure)
+                self.model.set_submodule(
+                    structure.paths[number], PassThrough(structure.forms[number], self._block(number))
+                )
         own = {*(structure.embed_parameters if self.holds_embed else ())}
         own |= {*(structure.head_parameters if self.holds_head else ())}
         for name in {*structure.embed_parameters, *structure.head_parameters} - own:
@@ -98,36 +110,38 @@ class StageBody(nn.Module):
     def _attach_feed(self) -> None:
         if self.holds_embed:
             return
-        entry = self._all_blocks[min(self.layers[0] - 1, self.structure.num_blocks - 1)]
+        first = min(self.layers[0] - 1, self.structure.num_blocks - 1)
 
         def feed(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             fed, self._fed = self._fed, None
-            return replace_argument(args, kwargs, self.structure.hidden, fed)
+            return replace_argument(args, kwargs, self.structure.forms[first].hidden, fed)
 
-        entry.register_forward_pre_hook(feed, with_kwargs=True, prepend=True)
+        self._block(first).register_forward_pre_hook(feed, with_kwargs=True, prepend=True)
 
     def _attach_exit(self) -> None:
         if self.holds_head:
             return
-        if self.layers[-1] == 0:
+        if self.layers[-1] == 0 and len(self.structure.starts) == 1:
 
             def leave_before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-                raise _LeftEarly(argument(args, kwargs, self.structure.hidden))
+                raise _LeftEarly(argument(args, kwargs, self.structure.forms[0].hidden))
 
-            self._all_blocks[0].register_forward_pre_hook(leave_before, with_kwargs=True)
+            self._block(0).register_forward_pre_hook(leave_before, with_kwargs=True)
             return
 
-        def leave_after(module: nn.Module, args: Any, output: Any) -> None:
-            raise _LeftEarly(self.structure.hidden_in(output))
+        # A chain of several parts has no stages; its embedding alone is all that runs around the blocks.
+        last = (self.layers[-1] or self.structure.num_blocks) - 1
 
-        self._all_blocks[self.layers[-1] - 1].register_forward_hook(leave_after)
+        def leave_after(module: nn.Module, args: Any, output: Any) -> None:
+            raise _LeftEarly(self.structure.forms[last].hidden_in(output))
+
+        self._block(last).register_forward_hook(leave_after)
 
     def forward(self, hidden: Tensor | None, **batch: Tensor) -> Any:
         """The hidden state after the last own layer, or the model's output when the stage holds the head."""
         self._fed = hidden
         try:
-            with self.side_inputs.during(self.model, batch):
-                return self.model(**batch)
+            return self.model(**batch)
         except _LeftEarly as left:
             # The traceback holds the frames of the whole forward, and with them every local tensor.
             left.__traceback__ = None

@@ -12,8 +12,8 @@ from autopar.random_plans import plan_words, random_plan
 from autopar.runtime.batches import example_batch
 from autopar.runtime.launch import Progress, launch
 from autopar.runtime.models import build_model, import_model
+from autopar.runtime.probing import probe
 from autopar.runtime.spec import describe
-from autopar.runtime.structure import probe
 from autopar.runtime.tiny import tiny_source
 from autopar.runtime.verify import Comparison, compare, worst_of
 

@@ -92,10 +92,10 @@ def _embedding(
     seen: list[Tensor] = []
 
     def leave(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        seen.append(argument(args, kwargs, body.structure.hidden))
+        seen.append(argument(args, kwargs, body.structure.forms[0].hidden))
         raise _Left
 
-    first = body.structure.block_list(body.model)[0]
+    first = body.structure.block(body.model, 0)
     _run(lambda: body.model(**batch), [first.register_forward_pre_hook(leave, with_kwargs=True)])
     (hidden,) = seen
     direction = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(7)).to(hidden)
@@ -111,12 +111,12 @@ def _head(
     entered: list[Tensor] = []
 
     def enter(module: nn.Module, args: Any, output: Any) -> Any:
-        hidden = body.structure.hidden_in(output)
+        hidden = body.structure.forms[-1].hidden_in(output)
         noise = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(7)).to(hidden)
         entered.append(noise.requires_grad_())
-        return (entered[0], *output[1:]) if body.structure.output_length else entered[0]
+        return (entered[0], *output[1:]) if body.structure.forms[-1].output_length else entered[0]
 
-    last = body.structure.block_list(body.model)[-1]
+    last = body.structure.block(body.model, -1)
     output = _run(lambda: body.model(**batch), [last.register_forward_hook(enter)])
     total, _ = loss(output, batch)
     inward, *grads = _gradients(total, [entered[0], *named.values()])

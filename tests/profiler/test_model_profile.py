@@ -22,8 +22,8 @@ from autopar.profiler.trace import LayerCall, fit, trace
 from autopar.runtime.batches import example_batch
 from autopar.runtime.losses import own_loss
 from autopar.runtime.models import build_model
+from autopar.runtime.probing import probe
 from autopar.runtime.stage import StageBody, StageModule
-from autopar.runtime.structure import probe
 from autopar.runtime.tracker import LiveBytes
 
 SEQUENCE = 32

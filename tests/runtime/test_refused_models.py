@@ -12,7 +12,8 @@ from autopar.errors import InputError
 from autopar.plan import Plan, PlanCluster, PlanModel
 from autopar.request import Request
 from autopar.runtime.launch import launch
-from autopar.runtime.structure import fingerprint, probe
+from autopar.runtime.probing import probe
+from autopar.runtime.structure import fingerprint
 from autopar.strategy import Strategy
 
 
@@ -99,7 +100,7 @@ def shared_with_head() -> nn.Module:
         (shared_with_head(), "blocks.1.linear.weight and head.weight are one parameter"),
         (Outside(), "a block uses shared.weight, which is not its own"),
         (Model(Block(nn.BatchNorm1d(8)), Block(nn.BatchNorm1d(8))), "blocks.0.norm is a BatchNorm1d"),
-        (Model(InPlace(), InPlace()), "block 0 changes its input in place"),
+        (Model(InPlace(), InPlace()), "blocks.0 changes its input in place"),
     ],
 )
 def test_a_model_that_cannot_be_cut_exactly_is_refused(model: nn.Module, words: str) -> None:

@@ -13,8 +13,8 @@ from autopar.errors import InputError
 from autopar.model import Attention
 from autopar.runtime.batches import example_batch
 from autopar.runtime.models import build_model
+from autopar.runtime.probing import probe
 from autopar.runtime.spec import describe
-from autopar.runtime.structure import probe
 from autopar.runtime.tensor_parallel import derive
 
 Ranks = Callable[..., list[Any]]

@@ -10,7 +10,7 @@ import pytest
 from autopar.errors import InputError
 from autopar.runtime.batches import example_batch
 from autopar.runtime.models import build_model
-from autopar.runtime.structure import probe
+from autopar.runtime.probing import probe
 
 Ranks = Callable[..., list[Any]]
 

@@ -1,0 +1,239 @@
+"""What one forward shows of the blocks of a model: their order, forms, inputs, and what depends on other layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from autopar.errors import InputError
+from autopar.runtime.arguments import argument, named_arguments
+from autopar.runtime.chains import Lists, own_settings
+from autopar.runtime.structure import BlockForm, BlockInputs, parameters_of
+from autopar.runtime.trees import tree_leaves, tree_map
+
+Shape = tuple[int, ...]
+Key = TypeVar("Key", int | str, int)
+
+
+class Phases(Protocol):
+    """Where a forward is."""
+
+    phase: str
+
+
+@dataclass(kw_only=True, eq=False)
+class Run:
+    """One block's part of a forward.
+
+    hidden: the key of its hidden state; hidden_shape: of what it returned; direct: it got what the block before it
+    returned; shapes: of its tensors by key; outputs: of what it returned beside the hidden state, by place; learned:
+    the keys of side inputs that depend on parameters, or on what other blocks returned beside the hidden state.
+    """
+
+    path: str
+    hidden: int | str
+    direct: bool
+    shapes: dict[int | str, Shape]
+    learned: tuple[int | str, ...]
+    captured: Any
+    output_length: int = 0
+    hidden_shape: Shape = ()
+    outputs: dict[int, Shape]
+
+
+class Seen:
+    """Hooks on the blocks of a model; `take` returns what they saw since the last time and begins again.
+
+    Each block gets its hidden state, and hands on what it returns, without a graph behind it: what a later side input
+    depends on then shows as `requires_grad`, and only one block's graph is ever alive.
+    """
+
+    def __init__(self, model: nn.Module, lists: Lists, phases: Phases) -> None:
+        self._phases, self._count = phases, sum(map(len, lists))
+        self._inputs: dict[Any, BlockInputs] = {}
+        self._first = True
+        self.handles: list[Any] = []
+        for paths in lists:
+            blocks = [model.get_submodule(path) for path in paths]
+            for path, block, settings in zip(paths, blocks, own_settings(blocks), strict=True):
+                key = (type(block), parameters_of(dict(block.named_parameters())), settings)
+                before, after = self._before(path, key), self._after
+                self.handles.append(block.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
+                self.handles.append(block.register_forward_hook(after, with_kwargs=True))
+        self._clear()
+
+    def _clear(self) -> None:
+        self._runs: list[Run] = []
+        self._passed: Tensor | None = None
+        self._given: tuple[Tensor, int] | None = None
+        self._phases.phase = "embed"
+
+    def take(self) -> list[Run]:
+        """The runs of the blocks in order."""
+        runs = self._runs
+        if self._first:
+            for run in runs:
+                run.captured = self._inputs[run.captured]
+        self._first = False
+        self._clear()
+        return runs
+
+    def _before(self, path: str, key: Any) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            place = _find_hidden(args, kwargs)
+            hidden = argument(args, kwargs, place)
+            named = named_arguments(args, kwargs)
+            shapes = {k: tuple(v.shape) for k, v in named if isinstance(v, Tensor)}
+            sides = {k: [x for x in tree_leaves(v) if isinstance(x, Tensor)] for k, v in named if k != place}
+            whole = (key, place, tuple((k, s[1:] if k == place else s) for k, s in shapes.items()))
+            if self._first and whole not in self._inputs:
+                self._inputs[whole] = BlockInputs(args=_detached(args), kwargs=_detached(kwargs))
+            self._runs.append(
+                Run(
+                    path=path,
+                    hidden=place,
+                    direct=hidden is self._passed,
+                    shapes=shapes,
+                    learned=tuple(k for k, tensors in sides.items() if any(x.requires_grad for x in tensors)),
+                    captured=whole,
+                    outputs={},
+                )
+            )
+            self._given = (hidden, hidden._version)
+            self._phases.phase = "blocks"
+
+        return hook
+
+    def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        run, name = self._runs[-1], self._runs[-1].path
+        first = output[0] if isinstance(output, tuple) and output else output
+        if not isinstance(first, Tensor):
+            raise InputError(
+                f"{name} does not return the hidden state",
+                why=f"it returns {type(first).__name__}",
+                fix="return the hidden state, or a tuple that begins with it",
+            )
+        if self._given is not None and self._given[0]._version != self._given[1]:
+            raise InputError(
+                f"{name} changes its input in place",
+                why="its input is kept for the backward, for recompute and for other ranks",
+                fix="write x = x + y instead of x += y",
+            )
+        run.output_length = len(output) if isinstance(output, tuple) else 0
+        run.hidden_shape = tuple(first.shape)
+        is_last = len(self._runs) == self._count
+        self._phases.phase = "head" if is_last else "between"
+        if is_last:
+            torch.set_grad_enabled(False)  # the logits of a large vocabulary need no graph
+        marked = tree_map(_marked, output)
+        if isinstance(output, tuple):
+            run.outputs = {i: tuple(x.shape) for i, x in enumerate(output) if i and isinstance(x, Tensor)}
+        self._passed = marked[0] if isinstance(output, tuple) else marked
+        return marked
+
+
+def _marked(value: Any) -> Any:
+    """A floating-point tensor cut from its graph, that still shows in what is computed from it."""
+    if not isinstance(value, Tensor) or not value.is_floating_point() or not torch.is_grad_enabled():
+        return value
+    return value.detach() + torch.zeros((), dtype=value.dtype, device=value.device, requires_grad=True)
+
+
+def _detached(value: Any) -> Any:
+    return tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, value)
+
+
+def _find_hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | str:
+    for key, value in named_arguments(args, kwargs):
+        if isinstance(value, Tensor) and value.is_floating_point():
+            return key
+    raise InputError(
+        "the first block takes no floating-point tensor",
+        why="the hidden state must be the first such argument",
+        fix="pass the hidden state to the blocks as their first argument",
+    )
+
+
+def forms_of(first: Sequence[Run], second: Sequence[Run]) -> tuple[BlockForm, ...]:
+    """The form of each block, from two forwards with batches of another size; InputError when they do not agree."""
+    if [run.path for run in first] != [run.path for run in second]:
+        raise InputError(
+            "the blocks do not run once each in order",
+            why="a batch of one sample less ran others",
+            fix="let the forward run its blocks one after the other, whatever the batch",
+        )
+    return tuple(_form(a, b) for a, b in zip(first, second, strict=True))
+
+
+def _form(large: Run, small: Run) -> BlockForm:
+    changed = _changed(large.shapes, small.shapes)
+    if (large.hidden, 0) not in changed:
+        where = [dim for key, dim in changed if key == large.hidden]
+        raise InputError(
+            f"{large.path} does not get the samples along the first dimension",
+            why=f"its hidden state is {list(large.shapes[large.hidden])}, the batch along {where or 'none'}",
+            fix="put the batch first (batch_first=True)",
+        )
+    return BlockForm(
+        hidden=large.hidden,
+        output_length=large.output_length,
+        batch_inputs=tuple((key, dim) for key, dim in changed if key != large.hidden),
+        batch_outputs=tuple(_changed(large.outputs, small.outputs)),
+        learned=large.learned,
+    )
+
+
+def _changed(large: dict[Key, Shape], small: dict[Key, Shape]) -> list[tuple[Key, int]]:
+    """Where shapes differ, as (key, dimension)."""
+    return [
+        (key, dim)
+        for key, shape in large.items()
+        if key in small
+        for dim, (a, b) in enumerate(zip(shape, small[key], strict=True))
+        if a != b
+    ]
+
+
+def kinds_of(model: nn.Module, lists: Lists, runs: Sequence[Run]) -> tuple[tuple[int, ...], dict[int, BlockInputs]]:
+    """The number of each block's kind in order of the run, and the inputs of the first block of each kind.
+
+    Settings are read after the forward: it may adapt them to the size of the input.
+    """
+    settings: dict[str, Any] = {}
+    for paths in lists:
+        settings |= dict(zip(paths, own_settings([model.get_submodule(path) for path in paths]), strict=True))
+    known: dict[Any, int] = {}
+    kinds: list[int] = []
+    inputs: dict[int, BlockInputs] = {}
+    for run in runs:
+        block = model.get_submodule(run.path)
+        parameters = parameters_of(dict(block.named_parameters()))
+        shapes = tuple((k, s[1:] if k == run.hidden else s) for k, s in run.shapes.items())
+        kind = known.setdefault((type(block), parameters, settings[run.path], run.output_length, shapes), len(known))
+        kinds.append(kind)
+        inputs.setdefault(kind, run.captured)
+    return tuple(kinds), inputs
+
+
+def why_no_pipeline(runs: Sequence[Run], lists: Lists, between: Sequence[str]) -> str:
+    """Why a chain cannot be cut into stages, "" where it can; between: the parameters used between its blocks."""
+    homes = [paths[0].rpartition(".")[0] for paths in lists]
+    if len(homes) > 1:
+        return f"its blocks are {len(homes)} chains: {', '.join(homes[:4])}"
+    changed = next((i for i, run in enumerate(runs) if i and not run.direct), None)
+    if changed is not None:
+        return f"something between {runs[changed - 1].path} and {runs[changed].path} changes the hidden state"
+    if between:
+        return f"its forward uses {between[0]} between its blocks"
+    learned = next((run for run in runs if run.learned), None)
+    if learned is not None:
+        keys = ", ".join(f"argument {key}" if isinstance(key, int) else key for key in learned.learned[:3])
+        return f"{learned.path} gets {keys}, which other layers compute from their parameters"
+    shapes = {run.hidden_shape[1:] for run in runs} | {run.shapes[run.hidden][1:] for run in runs}
+    if len(shapes) > 1:
+        return f"the hidden state changes its shape: {', '.join(str(list(s)) for s in sorted(shapes)[:3])}"
+    return ""
