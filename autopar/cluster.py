@@ -13,7 +13,7 @@ class UpdateCost:
     """Seconds of what follows the last backward on a rank: scaling, clipping and the step of an optimizer.
 
     tensor_s for each trained tensor, byte_s for each byte that the rank holds of them. sharded: for tensors that
-    fully_shard cuts, each of which torch unwraps and wraps in every operation.
+    fully_shard cuts, of which the rank steps its rows.
     """
 
     optimizer: Literal["adamw"]

@@ -295,6 +295,7 @@ def _stage_work(
                 samples=plan.micro_batch / strategy.dp,
                 optimizer=plan.request.optimizer,
                 dtype=plan.request.dtype,
+                shared_bytes=shared_bytes(model, layer, plan.pp, strategy.tp),
             )
         works.append(known[key])
     for work in works:

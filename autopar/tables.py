@@ -107,6 +107,7 @@ class Prices:
             for s in allowed:
                 strategy = space.strategies[s]
                 cost, samples = layer_cost(model, layers, layer, strategy), micro_batch / strategy.dp
+                mine = shared and shared_bytes(model, layer, pp, strategy.tp)
                 if (kind, s) not in works:
                     work = layer_work(
                         cost,
@@ -117,11 +118,11 @@ class Prices:
                         samples=samples,
                         optimizer=request.optimizer,
                         dtype=request.dtype,
+                        shared_bytes=mine,
                     )
                     step_s = work.sync_s + work.optimizer_s
                     works[kind, s] = _ns(work.whole_forward_s + work.whole_backward_s + step_s / num_micro_batches)
                 row[s] = works[kind, s]
-                mine = shared and shared_bytes(model, layer, pp, strategy.tp)
                 units[-1][s] = Unit.of(cost, strategy, samples, shared_bytes=mine, dtype=layers.dtype)
             times.append(row)
 

@@ -70,9 +70,11 @@ def layer_work(
     samples: float,
     optimizer: Optimizer,
     dtype: str = "float32",
+    shared_bytes: int = 0,
 ) -> Work:
     """The work of a layer with `samples` samples on each dp rank; cost: of this strategy (see autopar.derived);
-    dtype: of the plan, bfloat16 being mixed precision.
+    dtype: of the plan, bfloat16 being mixed precision; shared_bytes: of its parameters those that another layer of the
+    stage holds (tied), whose gradients are summed and which are stepped there.
 
     ZeRO-2 and ZeRO-3 gather once for the forward of each micro-batch, ZeRO-3 again for the backward, and both
     reduce-scatter in each backward. Replicas of a shard, those of HSDP and the ranks of sp and cp, then all-reduce it.
@@ -104,16 +106,20 @@ def layer_work(
 
     backward_s = backward.seconds + (forward.seconds if recompute else 0.0)
     zero_forward_s = zero_backward_s = gather_s = reduce_s = sync_s = 0.0
-    gradient_bytes = cost.trainable_bytes * widening(dtype)
+    held = cost
+    if shared_bytes:
+        left_bytes, left = max(0, cost.trainable_bytes - shared_bytes), max(0, cost.trainable_tensors - 1)
+        held = replace(cost, trainable_bytes=left_bytes, trainable_tensors=left)
+    gradient_bytes = (cost if strategy.zero > 1 else held).trainable_bytes * widening(dtype)
     replicas = _in_order(mesh, place.dp_replicate, place.sp, place.cp)
     # Gradients of replicas and of ZeRO-1 go in buckets, larger tensors alone; fully_shard sends a layer at once.
-    sends = 1 if strategy.zero > 1 else max(1, min(cost.trainable_tensors, ceil(gradient_bytes / BUCKET_BYTES)))
+    sends = 1 if strategy.zero > 1 else max(1, min(held.trainable_tensors, ceil(gradient_bytes / BUCKET_BYTES)))
     if strategy.zero:
         reduce_s = sends * over(place.dp_shard, "reduce_scatter", gradient_bytes / sends)
         if replicas:
             reduce_s += sends * over(replicas, "all_reduce", gradient_bytes / strategy.state_shards / sends)
         if strategy.zero == 1:
-            sync_s = reduce_s + sends * over(place.dp_shard, "all_gather", cost.trainable_bytes / sends)
+            sync_s = reduce_s + sends * over(place.dp_shard, "all_gather", held.trainable_bytes / sends)
             reduce_s = 0.0
         else:
             # fully_shard's hooks and copies around each.
@@ -140,7 +146,7 @@ def layer_work(
         gather_s=gather_s,
         reduce_s=reduce_s,
         sync_s=sync_s,
-        optimizer_s=_optimizer_s(cost, strategy, cluster, optimizer, dtype),
+        optimizer_s=_optimizer_s(held, strategy, cluster, optimizer, dtype),
         origin=weakest(*origins),
     )
 

@@ -23,6 +23,7 @@ from autopar.comm import seconds
 from autopar.measured import GroupShape, LinkProfile
 from autopar.profiler.clock import slowest, wait_for
 from autopar.runtime.gradients import HeldParameter, clip_gradients, scale_gradients
+from autopar.runtime.stepping import stand_in
 from autopar.runtime.zero import shard_modules, shard_root
 
 _ROUNDS = 5
@@ -63,10 +64,11 @@ def _update(mesh: DeviceMesh, count: int, elements: int, *, sharded: bool) -> Ca
     held = []
     for number in range(count):
         parameter = nn.Parameter(tensor())
-        parameter.grad = tensor()
-        entry = HeldParameter(name=str(number), layer=0, parameter=parameter, stepped=parameter, group=None, share=1.0)
+        stepped = stand_in(parameter, None, None)
+        stepped.grad = torch.randn_like(stepped)
+        entry = HeldParameter(name=str(number), layer=0, parameter=parameter, stepped=stepped, group=None, share=1.0)
         held.append(entry)
-    optimizer = torch.optim.AdamW([entry.parameter for entry in held], lr=1e-3)
+    optimizer = torch.optim.AdamW([entry.stepped for entry in held], lr=1e-3)
 
     def run() -> None:
         scale_gradients(held, 0.999)

@@ -20,11 +20,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.tensor import DTensor
 
 from autopar.errors import InputError
 from autopar.formats import dumps, from_plain, read_file, to_plain, write_file
-from autopar.runtime.gradients import HeldParameter, local_piece, piece, tensor_piece, whole
+from autopar.runtime.gradients import HeldParameter, local_piece, piece, set_parameter, whole
 
 CHECKPOINT_KIND, CHECKPOINT_SCHEMA = "autopar.checkpoint", 1
 _FACTS = "autopar.json"
@@ -203,21 +202,11 @@ def _put(wanted: _Wanted, full: Tensor, optimizer: torch.optim.Optimizer | None)
         with torch.no_grad():
             local_piece(parameter).copy_(piece(entry, full))
             if entry.stands_in:
-                entry.parameter.copy_(tensor_piece(entry, full))
+                set_parameter(entry, full)
         return
     assert optimizer is not None
     if not full.dim():
         value: Tensor = full.clone()  # two copies of a tied parameter would count one step twice
-    elif isinstance(parameter, DTensor):
-        local = piece(entry, full).to(parameter.device).clone()
-        value = DTensor.from_local(
-            local,
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
     else:
         value = piece(entry, full).to(parameter.device).clone()
     optimizer.state[parameter][wanted.field] = value

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from autopar.errors import InputError
 from autopar.runtime.checkpoint import raise_where_failed
-from autopar.runtime.gradients import HeldParameter, local_piece, piece, tensor_piece, whole
+from autopar.runtime.gradients import HeldParameter, local_piece, piece, set_parameter, whole
 
 INDEX = "model.safetensors.index.json"
 _ONE = "model.safetensors"
@@ -126,4 +126,4 @@ def put_weight(entry: HeldParameter, full: Tensor) -> None:
     with torch.no_grad():
         target.copy_(mine)
         if entry.stands_in:
-            entry.parameter.copy_(tensor_piece(entry, full))
+            set_parameter(entry, full)

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset, DistributedSampler
 
 from autopar.errors import InputError, RunError
@@ -311,12 +310,10 @@ class ParallelModel(nn.Module):
         load_checkpoint(folder, self.held, fingerprint=self.plan.model.fingerprint, optimizer=optimizer)
 
     def param_groups(self) -> list[dict[str, Any]]:
-        """Parameter groups for an elementwise torch optimizer; sharded and plain tensors must not share a group.
+        """Parameter groups for an elementwise torch optimizer: this rank's part, in plain tensors.
 
-        They are this rank's part: rows of the parameters under ZeRO, float32 masters under mixed precision. After each
+        They are rows of the parameters under ZeRO, float32 masters under mixed precision. After each
         `optimizer.step()` the parameters of the model follow; an optimizer that is not elementwise is refused there.
         """
-        stepped = {id(e.stepped): e.stepped for e in self.held if e.parameter.requires_grad}.values()
-        sharded = [p for p in stepped if isinstance(p, DTensor)]
-        plain = [p for p in stepped if not isinstance(p, DTensor)]
-        return [{"params": group} for group in (sharded, plain) if group]
+        stepped = {id(e.stepped): e.stepped for e in self.held if e.parameter.requires_grad}
+        return [{"params": list(stepped.values())}]

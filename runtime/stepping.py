@@ -1,9 +1,10 @@
 """What the optimizer steps in place of parameters, and how the parameters follow it.
 
-Under ZeRO-1 a rank steps its own rows of a parameter only; the rows are a view of it, so that nothing is held twice.
-Under mixed precision it steps float32 masters, of which the parameter is a rounded copy. After `optimizer.step()` the
-other ranks' rows are gathered and the copies rounded. torch calls a function of ours around the step of every
-optimizer, so that the user's loop needs no call for it.
+Under ZeRO a rank steps its own rows of a parameter only, as a plain tensor; the rows are a view of it, so that nothing
+is held twice, and torch's optimizers do not unwrap and wrap a DTensor in every operation. Under mixed precision it
+steps float32 masters, of which the parameter is a rounded copy. After `optimizer.step()` the other ranks' rows are
+gathered and the copies rounded. torch calls a function of ours around the step of every optimizer, so that the user's
+loop needs no call for it.
 """
 
 from __future__ import annotations
@@ -17,21 +18,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from autopar.errors import InputError
 from autopar.runtime.buckets import Grouped, gather_rows_in_buckets
-from autopar.runtime.gradients import HeldParameter
+from autopar.runtime.gradients import HeldParameter, local_piece
 from autopar.runtime.rows import own_rows
 
 
 def stand_in(parameter: nn.Parameter, rows: dist.ProcessGroup | None, master: Tensor | None) -> nn.Parameter:
     """What the optimizer steps for a parameter: itself, its rows, its master, or the rows of that.
 
-    rows: the ranks over which ZeRO-1 cuts it; master: its float32 value under mixed precision.
+    rows: the ranks over which ZeRO-1 cuts it; master: its float32 value under mixed precision (fully_shard holds it).
     """
-    if not parameter.requires_grad or (rows is None and master is None):
+    if not parameter.requires_grad:
+        return parameter
+    if isinstance(parameter, DTensor):
+        return nn.Parameter(local_piece(parameter.detach()))
+    if rows is None and master is None:
         return parameter
     if master is None:
         assert rows is not None
@@ -75,7 +81,7 @@ def refresh(held: Sequence[HeldParameter]) -> None:
     """Bring parameters up to date with what the optimizer stepped in their place; a collective of their ranks."""
     cut: list[Grouped] = []
     for entry in held:
-        whole = entry.parameter.data
+        whole = local_piece(entry.parameter).detach()
         mine = whole if entry.rows is None else own_rows(whole, entry.rows)
         if mine.data_ptr() != entry.stepped.data_ptr():
             mine.copy_(entry.stepped)

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from autopar.errors import InputError
 from autopar.runtime.hugging_face import trainer_class
@@ -77,16 +76,15 @@ class Trainer(_Base):
         """The optimizer that the arguments name, over this rank's part; weight decay as transformers deals it."""
         if self.optimizer is None:
             decayed = set(self.get_decay_parameter_names(self.model.model))
-            groups: dict[tuple[bool, bool], list[Tensor]] = {}
+            groups: dict[bool, list[Tensor]] = {}
             seen: set[int] = set()
             for entry in self.model.held:
                 if entry.parameter.requires_grad and id(entry.stepped) not in seen:
                     seen.add(id(entry.stepped))
-                    key = (entry.name in decayed, isinstance(entry.stepped, DTensor))
-                    groups.setdefault(key, []).append(entry.stepped)
+                    groups.setdefault(entry.name in decayed, []).append(entry.stepped)
             kind, settings = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, self.model)
             decay = self.args.weight_decay
-            made = [{"params": some, "weight_decay": decay if key[0] else 0.0} for key, some in groups.items()]
+            made = [{"params": some, "weight_decay": decay if decays else 0.0} for decays, some in groups.items()]
             self.optimizer = kind(made, **settings)
         return self.optimizer
 

@@ -16,7 +16,7 @@ from autopar.plan import Plan
 def join_world(plan: Plan) -> None:
     """Make sure that a process group of the plan's world size exists; a plan for one rank needs no launcher."""
     if not dist.is_initialized():
-        backend = "nccl" if plan.cluster.device == "cuda" else "gloo"
+        backend = "cpu:gloo,cuda:nccl" if plan.cluster.device == "cuda" else "gloo"
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
             dist.init_process_group(backend)
         elif plan.cluster.world_size == 1:

@@ -35,7 +35,12 @@ def _cost(tp: int = 1, norms: bool = False) -> LayerCost:
 
 
 def _work(
-    short: str, samples: float = 4, *, cost: LayerCost | None = None, cluster: ClusterSpec = FILE.cluster
+    short: str,
+    samples: float = 4,
+    *,
+    cost: LayerCost | None = None,
+    cluster: ClusterSpec = FILE.cluster,
+    shared_bytes: int = 0,
 ) -> Work:
     strategy = Strategy.parse(short)
     return layer_work(
@@ -46,6 +51,7 @@ def _work(
         links=FILE.links,
         samples=samples,
         optimizer="adamw",
+        shared_bytes=shared_bytes,
     )
 
 
@@ -70,6 +76,17 @@ def test_gradients_travel_in_buckets_of_4_mib_and_large_tensors_alone(tensors: i
     assert _work("dp4-z1", cost=cost).sync_s == pytest.approx(sends * (scatter + gather), rel=0.01)
     small = replace(_cost(), trainable_tensors=tensors)
     assert _work("dp4-z1", cost=small) == _work("dp4-z1")
+
+
+def test_shared_parameters_are_summed_and_stepped_once() -> None:
+    """A head whose matrix, 3/4 of its bytes, is that of the embedding on the same stage."""
+    whole, rest = _work("dp4-z1"), _work("dp4-z1", shared_bytes=SIZE * 3 // 4)
+    assert rest.optimizer_s == pytest.approx(whole.optimizer_s / 4)
+    scatter, gather = (_s(name, 4, SIZE // 4) for name in ("reduce_scatter", "all_gather"))
+    assert rest.sync_s == pytest.approx(scatter + gather, rel=0.01)
+    assert _work("dp4", shared_bytes=SIZE).sync_s == _work("dp4", shared_bytes=SIZE).optimizer_s == 0.0
+    sharded = _work("dp4-z3", shared_bytes=SIZE)
+    assert (sharded.gather_s, sharded.reduce_s) == (_work("dp4-z3").gather_s, _work("dp4-z3").reduce_s)
 
 
 def test_zero_3_gathers_twice_and_reduces_in_every_micro_batch() -> None:

@@ -13,6 +13,7 @@ from autopar.errors import InputError
 from autopar.plan import Plan
 from autopar.predict import stage_memory
 from autopar.profiler.models import profile
+from autopar.runtime.gradients import _squared_norm
 from autopar.runtime.models import build_model
 from autopar.runtime.stepping import refuse_whole_tensors
 from autopar.runtime.verify import WEIGHT_TOLERANCE
@@ -33,6 +34,22 @@ def test_optimizers_that_need_whole_tensors_are_refused_by_name(ranks: Ranks) ->
     for found in ranks("optimizer_jobs:refused_optimizers", 2, source=SMALL, strategies=["dp2-z1"] * 4):
         assert "LBFGS does not run on a part of each parameter" in found["LBFGS"]
         assert "Adafactor is not elementwise" in found["Adafactor"]
+
+
+def test_the_norm_of_many_and_of_large_gradients_is_right_to_1e_7() -> None:
+    generator = torch.Generator().manual_seed(0)
+    grads = [torch.randn(shape, generator=generator) for shape in ((3,), (64, 44), (0, 5), (700, 1000), (1024, 17))]
+    grads[3][:7] *= 100  # torch's float32 norm of it is off by 1e-5
+    exact = sum(float(grad.double().square().sum()) for grad in grads)
+    assert float(_squared_norm(grads)) == pytest.approx(exact, rel=2e-7)
+    assert float(_squared_norm([grad.t() for grad in grads])) == pytest.approx(exact, rel=2e-7)
+
+
+def test_optimizers_step_plain_views_of_shards(ranks: Ranks) -> None:
+    for found in ranks("optimizer_jobs:state_bytes", 2, source=SMALL, strategies=["dp2-z3"] * 4):
+        assert found["plain"]
+        assert found["parameters"] == found["with rows"]
+        assert found["moments"] == 2 * found["parameters"]
 
 
 def test_muon_is_refused_by_name() -> None:

@@ -37,6 +37,7 @@ ATTRIBUTES = {
     "_cdata": ("runtime/tracker.py", torch.zeros(1).untyped_storage()),
     "_foreach_copy_": ("runtime/buckets.py", torch),
     "_foreach_mul_": ("runtime/gradients.py", torch),
+    "_foreach_norm": ("runtime/gradients.py", torch),
     "_is_view": ("runtime/stage.py", torch.Tensor),
     "_make_wrapper_subclass": ("runtime/sharded_logits.py", torch.Tensor),
     "_ops": ("runtime/tensor_parallel/graph.py", torch),
