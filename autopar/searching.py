@@ -28,6 +28,7 @@ from autopar.schedules import PLAIN
 from autopar.solvers.lean import leanest_of
 from autopar.solvers.pipeline import TableChoice, halting, solve_pipeline, solve_table
 from autopar.solvers.quick import quick_bound
+from autopar.solvers.segment import FORBIDDEN
 from autopar.tables import Memory
 from autopar.units import KIB, MIB, format_bytes
 from autopar.virtual import virtual_plans
@@ -42,6 +43,8 @@ ROUNDS = 4
 """How often a choice of a table that does not fit makes way for a leaner one."""
 POLISHED, POLISHED_LARGE = 3, 2
 """Of how many choices the neighbours are tried, when none is proven optimal; in large tables one a table."""
+POLISHED_WITHIN = 0.1
+"""How much worse than the best a choice may be for its neighbours to be tried: they hardly gain more than that."""
 
 Progress = Callable[[str, int, int], None]
 """Told a phase (tables, solve, polish), how many of its steps are done, and how many there are."""
@@ -187,9 +190,10 @@ class _Pool:
         most = self.request.max_strategies
         return most is None or len(set(strategies[1:-1])) <= most
 
-    def best_ns(self) -> int:
-        """The least objective of the candidates that fit, INFEASIBLE without one."""
-        return min((objective_ns(f.plan) for f in self.found.values() if f.fits), default=INFEASIBLE)
+    def best_ns(self, table: int | None = None) -> int:
+        """The least objective of the candidates that fit, of all or of one table, INFEASIBLE without one."""
+        fitting = (f.plan for key, f in self.found.items() if f.fits and table in (None, key[0]))
+        return min(map(objective_ns, fitting), default=INFEASIBLE)
 
     def plan(self, table: int, layers_per_stage: Cuts, strategies: Columns, schedule: Schedule | None = None) -> Plan:
         """The plan of a choice, without a prediction, with a certificate that has no bound yet."""
@@ -249,10 +253,14 @@ def _propose(pool: _Pool, tell: Progress, deadline: float | None, stop: Callable
             if not f.fits and objective_ns(f.plan) < best_ns
         }
 
-    def refine(places: Sequence[int], memory: Memory, **limits: Any) -> None:
+    def near_ns(place: int) -> int:
+        # The simulated step may prefer what is a little worse; what is worse by more only takes time.
+        return int(min(FORBIDDEN, pool.best_ns(place) * (1 + CLOSE)))
+
+    def refine(places: Sequence[int], memory: Memory, limit_ns: Callable[[int], int]) -> None:
         asked = {place: made.table(memory, place) for place in places}
         for _ in range(ROUNDS):
-            asked = asked and ask([*asked], [*asked.values()], **limits)
+            asked = asked and ask([*asked], [*asked.values()], limits_ns=[limit_ns(place) for place in asked])
 
     bounds: list[int] = []
     bound_ns = 0
@@ -264,13 +272,13 @@ def _propose(pool: _Pool, tell: Progress, deadline: float | None, stop: Callable
             asked = asked and ask([*asked], [*asked.values()])
         for memory in SIDES[1:]:
             worth_ns = pool.best_ns() * (1 - (CLOSE if made.is_large else 0))
-            refine([place for place, least_ns in unsure.items() if least_ns < worth_ns], memory)
+            refine([place for place, least_ns in unsure.items() if least_ns < worth_ns], memory, near_ns)
         for memory in SIDES[1:]:
             far = not made.is_large and pool.best_ns() * (1 - CLOSE) > bound_ns
             if bounds and (far or pool.best_ns() == INFEASIBLE):
                 best_ns = pool.best_ns()
                 hopeful = [place for place, floor_ns in enumerate(made.floors_ns) if floor_ns < best_ns]
-                refine(hopeful, memory, below_ns=best_ns)
+                refine(hopeful, memory, lambda place, best_ns=best_ns: best_ns)  # type: ignore[misc]
     except RunError:
         if pool.best_ns() == INFEASIBLE:
             _add_leanest(pool)
@@ -283,16 +291,17 @@ def _propose(pool: _Pool, tell: Progress, deadline: float | None, stop: Callable
 def _polish(pool: _Pool, bound_ns: int, tell: Progress, halted: Callable[[], bool]) -> None:
     """Better neighbours of the best choices join the pool."""
     if pool.best_ns() * (1 - (CLOSE if pool.made.is_large else 0)) > bound_ns:
-        if pool.best_ns() == INFEASIBLE or not pool.made.is_large:
+        if pool.best_ns() == INFEASIBLE:
             _add_leanest(pool)
+        most, asked = (POLISHED_LARGE, ASKED // 2) if pool.made.is_large else (POLISHED, ASKED)
+        worst_ns = pool.best_ns() * (1 + POLISHED_WITHIN)
         starts: list[tuple[int, Cuts, Columns]] = []
-        for _, table, layers_per_stage, strategies, _ in sorted(
+        for found_ns, table, layers_per_stage, strategies, _ in sorted(
             (objective_ns(f.plan), *key) for key, f in pool.found.items() if f.fits
         ):
-            if not pool.made.is_large or all(table != other for other, _, _ in starts):
+            is_new = not pool.made.is_large or all(table != other for other, _, _ in starts)
+            if len(starts) < most and found_ns <= worst_ns and is_new:
                 starts.append((table, layers_per_stage, strategies))
-        most, asked = (POLISHED_LARGE, ASKED // 2) if pool.made.is_large else (POLISHED, ASKED)
-        starts = starts[:most]
         for i, (table, layers_per_stage, strategies) in enumerate(starts):
             tell("polish", i, len(starts))
             fits = partial(pool.fits, table)

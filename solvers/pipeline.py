@@ -66,7 +66,7 @@ def solve_pipeline(
     max_strategies: int | None = None,
     within: float | None = None,
     floors_ns: Sequence[int] | None = None,
-    below_ns: int = FORBIDDEN,
+    limits_ns: Sequence[int] | None = None,
     engine: Engine = "numpy",
 ) -> tuple[TableChoice, ...]:
     """The best choices of the `shortlist` best tables, by objective, then place; empty when nothing fits anywhere.
@@ -74,8 +74,8 @@ def solve_pipeline(
     Tables are searched in the order of a cheap lower bound; those that cannot enter the shortlist are not. deadline: a
     moment of `time.monotonic()` after which the best so far is returned, with its gap; stop: asked between two
     segments, for the same. Then the choices may be "gap", and tables that were not reached are missing.
-    below_ns: only choices below it count; floors_ns: lower bounds of the tables, so that those that cannot matter are
-    never taken from the sequence.
+    limits_ns: only choices of a table below its limit count; floors_ns: lower bounds of the tables, so that those that
+    cannot matter are never taken from the sequence.
     max_strategies: at most so many distinct ones over the layers between the first and the last. engine: "numba"
     compiles the inner loops where it is installed, with the same result.
     Raises RunError when stopped before anything was found, ValueError for shortlist < 1.
@@ -85,13 +85,14 @@ def solve_pipeline(
 
     halted = halting(deadline, stop)
     # A bound, a place, and whether the bound is that of the table itself.
+    limits = limits_ns or [FORBIDDEN] * len(tables)
     queue = [(bound, place, False) for place, bound in enumerate(floors_ns or [0] * len(tables))]
     heapq.heapify(queue)
     best: list[tuple[int, int]] = []
     searches: dict[int, TableSearch] = {}
     lower, stopped = INFEASIBLE, False
     while queue and not stopped:
-        worst = best[shortlist - 1] if len(best) >= shortlist else (min(below_ns, FORBIDDEN), 0)
+        worst = best[shortlist - 1] if len(best) >= shortlist else (FORBIDDEN, 0)
         if within is not None and best:
             worst = min(worst, (int(best[0][0] * (1 + within)) + 1, 0))
         if queue[0][:2] >= worst:
@@ -106,7 +107,10 @@ def solve_pipeline(
                 heapq.heappush(queue, (bound, place, True))
             continue
         # A table that ties with the worst of the shortlist enters it when its place is lower.
-        below = worst[0] + (place < worst[1])
+        below = min(worst[0] + (place < worst[1]), limits[place])
+        if bound >= below:
+            lower = min(lower, bound)
+            continue
         if max_strategies is None:
             search = search_table(tables[place], below_ns=below, halted=halted, engine=engine)
         else:
