@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 
-from autopar import shipped
-from autopar.elsewhere import on_device
 from autopar.errors import InputError
 from autopar.measured import ClusterFile, ModelFile
 from autopar.plan import Plan, PlanCluster, PlanModel
@@ -43,10 +41,14 @@ def files(model: str, cluster: str, *, sequence: int | None = None) -> tuple[Mod
     On a shipped cluster the layers have the seconds of its device, whatever the file says: those of the machine where
     it was profiled are none there.
     """
+    if _is_file(model) and _is_file(cluster):
+        return ModelFile.load(model), ClusterFile.load(cluster)
+    # Not loaded where only files are read.
+    from autopar import shipped
+    from autopar.elsewhere import on_device
+
     if _is_file(model):
         found = ModelFile.load(model)
-        if _is_file(cluster):
-            return found, ClusterFile.load(cluster)
         machine, device = shipped.cluster(cluster)
         return on_device(found, device), machine
     if _is_file(cluster):

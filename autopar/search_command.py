@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autopar.batch_choice import search_batches
-from autopar.charts import frontier_csv, frontier_svg, frontier_table, what_if_table
 from autopar.errors import RunError
 from autopar.estimating import files
 from autopar.formats import write_file
-from autopar.frontier import changed_conditions, frontier, what_if
 from autopar.measured import ModelFile
 from autopar.report import plan_facts, plan_table
 from autopar.request import SCHEDULES, Forbid, Optimizer, Pin, Request, Schedule
@@ -90,6 +88,8 @@ def search_command(
     model_file, cluster_file = files(options.model, options.cluster, sequence=options.seq)
     request = options.request(model_file)
     if options.what_if is not None:
+        from autopar.frontier import changed_conditions
+
         changed_conditions(model_file, cluster_file, request, options.what_if)
     try:
         plan, tried = search_batches(
@@ -113,6 +113,9 @@ def search_command(
     if len(tried) > 1:
         parts += list(map(str, tried))
     if options.frontier is not None and not halted():
+        from autopar.charts import frontier_csv, frontier_svg, frontier_table
+        from autopar.frontier import frontier
+
         found = frontier(model_file, cluster_file, request, progress=progress, stop=halted)
         plot = options.frontier.with_suffix(".svg")
         write_file(options.frontier, frontier_csv(found))
@@ -121,5 +124,8 @@ def search_command(
         )
         parts += [frontier_table(found), f"files: {options.frontier}, {plot}"]
     if options.what_if is not None and not halted():
+        from autopar.charts import what_if_table
+        from autopar.frontier import what_if
+
         parts.append(what_if_table(what_if(model_file, cluster_file, request, options.what_if, now=plan, stop=halted)))
     return Found(plan=plan.dumps(), parts=tuple(parts))

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.price import Int
-from autopar.solvers.segment import FORBIDDEN, Float, Segment
+from autopar.solvers.segment import FORBIDDEN, Float, Segment, distinct
 
 _MAX_CUTS = 60
 
@@ -42,7 +42,7 @@ class Dual:
 def thresholds_of(segment: Segment) -> Int:
     """The transients that can be the largest of a choice that fits, ascending."""
     needed = max(int(kind.transient_bytes.min()) for kind in segment.kinds)
-    values = np.unique(np.concatenate([kind.transient_bytes for kind in segment.kinds]))
+    values = distinct(np.concatenate([kind.transient_bytes for kind in segment.kinds]))
     return np.asarray(values[(values >= needed) & (values <= segment.spare_bytes)])
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from autopar.price import Int
 from autopar.solvers.dual import Dual, bound, slack_ns
-from autopar.solvers.segment import FORBIDDEN, Float, Segment
+from autopar.solvers.segment import FORBIDDEN, Float, Segment, distinct
 
 FIRST_TRY = 4_000
 MOST_LABELS = 300_000
@@ -137,7 +137,7 @@ class _Search:
             return np.zeros((groups, groups), dtype=np.int64)
         key = (int(segment.step_order[layer + 1]), int(segment.order[layer + 1]))
         if key not in self._regret:
-            step = segment.steps[key[0]][:, np.unique(self.options[key[1]][2])]
+            step = segment.steps[key[0]][:, distinct(self.options[key[1]][2])]
             self._regret[key] = (step[:, None, :] - step[None, :, :]).max(axis=2)
         return self._regret[key]
 
@@ -235,7 +235,7 @@ class _Search:
             no_later = time[:, None] + regret[group[:, None], group[None, :]] <= time[None, :]
             return np.flatnonzero(~(no_later & _LATER[:count, :count]).any(axis=0))
         replaced = np.full(count, FORBIDDEN, dtype=np.int64)
-        for first in np.unique(group):
+        for first in distinct(group):
             earliest = np.minimum.accumulate(np.where(group == first, time, FORBIDDEN))
             earliest = np.concatenate(([FORBIDDEN], earliest[:-1]))
             np.minimum(replaced, earliest + regret[first][group], out=replaced)

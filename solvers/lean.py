@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from autopar.price import INFEASIBLE, CostTables, Int, Score, score
 from autopar.solvers.intervals import contents
 from autopar.solvers.partition import MOST_INTERVALS, least_max, spread, within
-from autopar.solvers.segment import FORBIDDEN
+from autopar.solvers.segment import FORBIDDEN, distinct
 from autopar.solvers.stages import equal_rows
 
 LARGEST_BYTES = 1 << 48
@@ -120,7 +120,7 @@ class _Needs:
             for part in (tables.state_bytes, tables.saved_bytes, tables.transient_bytes)
         )
         self.size = np.where(self.allowed, np.minimum(state + in_flight * saved, LARGEST_BYTES), FORBIDDEN)
-        self.thresholds = np.unique(self.transient[self.allowed])
+        self.thresholds = distinct(self.transient[self.allowed])
         counts = contents(ids).counts
         best = np.full(len(counts) + 1, FORBIDDEN, dtype=np.int64)
         for threshold in self.thresholds:

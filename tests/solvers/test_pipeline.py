@@ -134,6 +134,17 @@ def test_shortlist_equals_sorting_every_table(engine: Engine) -> None:
             assert all(one.choice.status == "optimal" for one in found)
 
 
+def test_each_table_counts_below_its_own_limit(engine: Engine) -> None:
+    for seed in range(8):
+        tables = [random_table(97 * seed + place, layers=4) for place in range(12)]
+        optima = {place: found[0] for place, one in enumerate(tables) if (found := brute_table(one)) is not None}
+        limits = [optima.get(place, 5) + place % 2 for place in range(12)]
+        found = solve_pipeline(tables, shortlist=20, limits_ns=limits, engine=engine)
+        assert sorted(one.table for one in found) == [place for place in optima if place % 2], seed
+        assert all(one.objective_ns == optima[one.table] for one in found)
+        assert all(one.lower_bound_ns <= min(optima.values()) for one in found)
+
+
 def test_a_shortlist_of_ties_goes_by_place() -> None:
     tables = [random_table(3)] * 5
     assert [one.table for one in solve_pipeline(tables, shortlist=3)] == [0, 1, 2]
