@@ -9,9 +9,13 @@ from autopar.plan import RankMemory
 PARTS = ("parameters", "gradients", "optimizer", "unsharded", "communication", "activations", "transient")
 
 
+class OverBudgetError(Exception):
+    """A moment is higher than a ledger may get: the rest need not be looked at."""
+
+
 @dataclass(kw_only=True)
 class Ledger:
-    """Live bytes by part, and a copy of them at the highest moment."""
+    """Live bytes by part, and a copy of them at the highest moment; OverBudgetError for one above most_bytes."""
 
     live: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PARTS, 0))
     total_bytes: int = 0
@@ -19,6 +23,7 @@ class Ledger:
     peak: dict[str, int] = field(default_factory=dict)
     moment: RankMemory | None = None
     recording: bool = False
+    most_bytes: int | None = None
 
     def add(self, part: str, size_bytes: int) -> None:
         """From now on so much more of this part is alive (negative: less)."""
@@ -29,6 +34,8 @@ class Ledger:
         """Note this moment, with so much more on top."""
         moment_bytes = self.total_bytes + transient_bytes + communication_bytes
         if moment_bytes > self.peak_bytes:
+            if self.most_bytes is not None and moment_bytes > self.most_bytes:
+                raise OverBudgetError
             self.peak_bytes = moment_bytes
             self.peak = dict(self.live)
             self.peak["transient"] += transient_bytes

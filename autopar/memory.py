@@ -191,13 +191,15 @@ def walk_stages(
     buffers_bytes: int = 0,
     held_bytes: Mapping[int, int] | None = None,
     moments: list[RankMemory] | None = None,
+    most_bytes: int | None = None,
 ) -> RankMemory:
     """`walk` for a rank with any stages, in O(units) for one stage, otherwise in O(units * micro-batches).
 
     A backward in two parts keeps the saved set and the gradients between layers until its second part; the first
-    stage works in the second part only. moments: gets the highest moment of each action, and that of the optimizer.
+    stage works in the second part only. moments: gets the highest moment of each action, and that of the optimizer;
+    most_bytes: OverBudgetError at the first moment above it.
     """
-    ledger = Ledger(recording=moments is not None)
+    ledger = Ledger(recording=moments is not None, most_bytes=most_bytes)
     states = {stage: _State(ledger=ledger, units=units, optimizer=optimizer) for stage, units in stages.items()}
     every = [unit for units in stages.values() for unit in units]
     for unit in every:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from math import ceil, exp
@@ -104,14 +104,30 @@ class Asked(TypedDict):
     sharing: Sharing | None
 
 
+@dataclass(kw_only=True)
+class Known:
+    """What pricing one plan found out that holds for other plans of the same request on the same files."""
+
+    units: dict[tuple[str, Strategy, float, int, bool], Unit] = field(default_factory=dict)
+    works: dict[tuple[int, int, str, Strategy], Work] = field(default_factory=dict)
+    walks: dict[tuple[object, ...], RankMemory] = field(default_factory=dict)
+
+
 def predict(
-    plan: Plan, model: ModelSpec, layers: LayerProfile, cluster: ClusterSpec, links: LinkProfile
+    plan: Plan,
+    model: ModelSpec,
+    layers: LayerProfile,
+    cluster: ClusterSpec,
+    links: LinkProfile,
+    known: Known | None = None,
 ) -> Prediction:
     """The predicted step and its parts for the rank that the others wait for, and the peak of every rank.
 
-    O(layers + stages * micro-batches). Raises ValueError for a layer that was not measured as the plan runs it.
+    known: kept for other calls. O(layers + stages * micro-batches). Raises ValueError for a layer that was not measured
+    as the plan runs it.
     """
-    found = simulated(plan, model, layers, cluster, links)
+    known = known or Known()
+    found = simulated(plan, model, layers, cluster, links, known)
     ending, run = found.ending, partial(step, found.times, **found.asked)
     took = run(send_s=found.send_s)
     step_s = took.step_s
@@ -130,8 +146,7 @@ def predict(
     parts["bubble"] = idle_s - parts["p2p"]
     parts["gradient_sync"], parts["clip"] = sync_s, ending.clip_s
     parts["optimizer"] = max(ending.optimizer_s)
-    units: Units = {}
-    by_rank = [rank_memory(plan, rank, model, layers, units) for rank in range(plan.pp)]
+    by_rank = [rank_memory(plan, rank, model, layers, known) for rank in range(plan.pp)]
     memory = tuple(peak for peak in by_rank for _ in range(plan.mesh.ranks_per_stage))
     peaks = [peak.peak_bytes for peak in memory]
     return Prediction(
@@ -158,10 +173,15 @@ def timeline(plan: Plan, model: ModelSpec, layers: LayerProfile, cluster: Cluste
 
 
 def simulated(
-    plan: Plan, model: ModelSpec, layers: LayerProfile, cluster: ClusterSpec, links: LinkProfile
+    plan: Plan,
+    model: ModelSpec,
+    layers: LayerProfile,
+    cluster: ClusterSpec,
+    links: LinkProfile,
+    known: Known | None = None,
 ) -> Simulated:
     """The seconds of each stage of a plan, of what ends its step, and how its ranks share cores."""
-    mesh, known = plan.mesh, dict[tuple[str, Strategy], Work]()
+    mesh, known = plan.mesh, known or Known()
     works = tuple(_stage_work(plan, s, model, layers, cluster, links, known) for s in range(plan.num_stages))
     held = [plan.stages_of_rank(rank) for rank in range(plan.pp)]
     world = RankMesh.of(world_size=mesh.world_size, ranks_per_node=cluster.ranks_per_node)
@@ -197,13 +217,10 @@ def _tied_s(plan: Plan, model: ModelSpec, cluster: ClusterSpec, links: LinkProfi
     return seconds(links, "all_reduce", ends, local_bytes).seconds
 
 
-Units = dict[tuple[str, Strategy, float, int, bool], Unit]
-
-
 def stage_memory(
-    plan: Plan, stage: int, model: ModelSpec, layers: LayerProfile, known: Units | None = None
+    plan: Plan, stage: int, model: ModelSpec, layers: LayerProfile, known: Known | None = None
 ) -> RankMemory:
-    """The peak of each rank of a stage over a step, one stage a rank; `known` keeps units for other calls."""
+    """The peak of each rank of a stage over a step, one stage a rank."""
     return rank_memory(plan, stage, model, layers, known)
 
 
@@ -212,11 +229,27 @@ def rank_memory(
     rank: int,
     model: ModelSpec,
     layers: LayerProfile,
-    known: Units | None = None,
+    known: Known | None = None,
     moments: list[RankMemory] | None = None,
+    most_bytes: int | None = None,
 ) -> RankMemory:
-    """The peak of the ranks of a pipeline rank over a step; moments: see autopar.memory."""
-    known = {} if known is None else known
+    """The peak of the ranks of a pipeline rank over a step; moments, most_bytes: see autopar.memory.walk_stages."""
+    known = known or Known()
+    name = (
+        plan.schedule,
+        plan.pp,
+        plan.num_micro_batches,
+        plan.stages_per_rank,
+        rank,
+        *(
+            part
+            for stage in plan.stages_of_rank(rank)
+            for span in (plan.stage_layers(stage),)
+            for part in (stage, span.start, plan.strategies[span.start : span.stop])
+        ),
+    )
+    if name in known.walks and moments is None:
+        return known.walks[name]
     moved_bytes = ceil(activation_bytes(model, layers, plan.micro_batch) / plan.mesh.ranks_per_stage)
     stages: dict[int, list[Unit]] = {}
     held_bytes: dict[int, int] = {}
@@ -230,34 +263,42 @@ def rank_memory(
         if stage > 0 and not units[0].relayout:
             # Without a relayout the saved input of the first layer is the receive buffer itself.
             held_bytes[stage] -= min(units[0].input_bytes, units[0].kept_bytes)
-    return walk_stages(
+    known.walks[name] = walk_stages(
         stages,
         actions(plan.schedule, plan.pp, rank, plan.num_micro_batches, plan.stages_per_rank),
         optimizer=plan.request.optimizer,
         buffers_bytes=buffers_bytes,
         held_bytes=held_bytes,
         moments=moments,
+        most_bytes=most_bytes,
     )
+    return known.walks[name]
 
 
-def _stage_units(plan: Plan, stage: int, model: ModelSpec, layers: LayerProfile, known: Units) -> list[Unit]:
-    mesh, first = plan.mesh, plan.stage_layers(stage)[0]
-    units = []
-    for layer in plan.stage_layers(stage):
+def _stage_units(plan: Plan, stage: int, model: ModelSpec, layers: LayerProfile, known: Known) -> list[Unit]:
+    mesh, span, micro_batch = plan.mesh, plan.stage_layers(stage), plan.micro_batch
+    units, arriving = [], mesh.boundary
+    for layer, layout in zip(span, _layouts(mesh, plan, span), strict=True):
         strategy = plan.strategies[layer]
-        arriving = _layout(mesh, plan, layer - 1) if layer > first else mesh.boundary
-        shared, samples = shared_bytes(model, layer, plan.pp, strategy.tp), plan.micro_batch / strategy.dp
-        relayout = layer > 0 and arriving != _layout(mesh, plan, layer)
+        shared, samples = shared_bytes(model, layer, plan.pp, strategy.tp), micro_batch / strategy.dp
+        relayout = layer > 0 and arriving != layout
         key = (model.layers[layer], strategy, samples, shared, relayout)
-        if key not in known:
+        if key not in known.units:
             cost = layer_cost(model, layers, layer, strategy)
-            known[key] = Unit.of(cost, strategy, samples, shared_bytes=shared, relayout=relayout, dtype=layers.dtype)
-        units.append(known[key])
+            known.units[key] = Unit.of(
+                cost, strategy, samples, shared_bytes=shared, relayout=relayout, dtype=layers.dtype
+            )
+        units.append(known.units[key])
+        arriving = layout
     return units
 
 
-def _layout(mesh: RankMesh, plan: Plan, layer: int) -> Layout:
-    return layer_layout(mesh, plan.strategies[layer], is_end=layer in (0, len(plan.strategies) - 1))
+def _layouts(mesh: RankMesh, plan: Plan, span: range) -> list[Layout]:
+    """The layout of each layer; each strategy is looked up once."""
+    last = len(plan.strategies) - 1
+    keys = [(layer in (0, last), plan.strategies[layer]) for layer in span]
+    found = {key: layer_layout(mesh, key[1], is_end=key[0]) for key in set(keys)}
+    return [found[key] for key in keys]
 
 
 def _stage_work(
@@ -267,12 +308,12 @@ def _stage_work(
     layers: LayerProfile,
     cluster: ClusterSpec,
     links: LinkProfile,
-    known: dict[tuple[str, Strategy], Work],
+    known: Known,
 ) -> StageWork:
     mesh, span = plan.mesh, plan.stage_layers(stage)
     moved_bytes = activation_bytes(model, layers, plan.micro_batch)
     forward, backward = dict.fromkeys(CAUSES, 0.0), dict.fromkeys(CAUSES, 0.0)
-    layouts = [_layout(mesh, plan, layer) for layer in span]
+    layouts = _layouts(mesh, plan, span)
     layouts.insert(0, mesh.boundary if stage > 0 else layouts[0])
     layouts.append(mesh.boundary if stage < plan.num_stages - 1 else layouts[-1])
     moves = [
@@ -284,9 +325,9 @@ def _stage_work(
     works = []
     for layer in span:
         strategy = plan.strategies[layer]
-        key = (model.layers[layer], strategy)
-        if key not in known:
-            known[key] = layer_work(
+        key = (plan.pp, plan.micro_batch, model.layers[layer], strategy)
+        if key not in known.works:
+            known.works[key] = layer_work(
                 layer_cost(model, layers, layer, strategy),
                 strategy,
                 mesh=mesh,
@@ -297,7 +338,7 @@ def _stage_work(
                 dtype=plan.request.dtype,
                 shared_bytes=shared_bytes(model, layer, plan.pp, strategy.tp),
             )
-        works.append(known[key])
+        works.append(known.works[key])
     for work in works:
         forward["compute"] += work.forward_s
         backward["compute"] += work.backward_s

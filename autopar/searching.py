@@ -9,19 +9,21 @@ neighbours of them, are simulated, and the fastest one that fits is the plan.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any
 
 import autopar
 from autopar.cuts import CutTables, check_files, cut_tables, legal_cuts
 from autopar.errors import InfeasibleError, InputError, RunError
 from autopar.finalists import SOLVER, Finalist, certified, objective_ns, peak_bytes, ranking
+from autopar.ledger import OverBudgetError
 from autopar.measured import ClusterFile, ModelFile
-from autopar.plan import Certificate, Plan, PlanCluster, PlanModel
+from autopar.plan import Certificate, Plan, PlanCluster, PlanModel, RankMemory
 from autopar.polish import ASKED, Columns, Cuts, leaner, polish
-from autopar.predict import Units, predict, stage_memory
+from autopar.predict import Known, predict, rank_memory
 from autopar.price import INFEASIBLE, CostTables, OutOfRange, score
 from autopar.request import Request, Schedule
 from autopar.schedules import PLAIN
@@ -133,8 +135,8 @@ class _Pool:
         self.budget_bytes = request.memory_bytes or cluster_file.cluster.usable_bytes
         self.found: dict[tuple[int, Cuts, Columns, Schedule], Finalist] = {}
         self.bounding: TableChoice | None = None
-        self._units: Units = {}
-        self._peaks: dict[tuple[int, int, int, Columns], int] = {}
+        self._known = Known()
+        self._over: set[tuple[int, int, int, Columns]] = set()
         model, cluster = model_file.model, cluster_file.cluster
         self._model = PlanModel(
             name=model.name, source=model.source, fingerprint=model.fingerprint, profile=model_file.fingerprint
@@ -162,7 +164,8 @@ class _Pool:
     def priced(self, plan: Plan) -> Plan:
         """The plan with its prediction."""
         model, cluster = self.model_file, self.cluster_file
-        return replace(plan, predicted=predict(plan, model.model, model.layers, cluster.cluster, cluster.links))
+        predicted = predict(plan, model.model, model.layers, cluster.cluster, cluster.links, self._known)
+        return replace(plan, predicted=predicted)
 
     def fits(self, table: int, layers_per_stage: Cuts, strategies: Columns) -> bool:
         """Whether the memory walk of every stage stays within the budget."""
@@ -170,20 +173,30 @@ class _Pool:
             return False
         if not score(self.made.lower[table], layers_per_stage, strategies).fits:
             return False
-        return all(peak <= self.budget_bytes for peak in self.peaks(table, layers_per_stage, strategies))
+        ends = (0, *accumulate(layers_per_stage))
+        # What precedes a stage does not matter to it: activations arrive in the boundary layout.
+        keys = [(table, stage, a, strategies[a:b]) for stage, (a, b) in enumerate(pairwise(ends))]
+        if not self._over.isdisjoint(keys):
+            return False
+        plan = self.plan(table, layers_per_stage, strategies)
+        for key in keys:
+            try:
+                fits = self._walk(plan, key[1], self.budget_bytes).peak_bytes <= self.budget_bytes
+            except OverBudgetError:
+                fits = False
+            if not fits:
+                self._over.add(key)
+                return False
+        return True
 
-    def peaks(self, table: int, layers_per_stage: Cuts, strategies: Columns) -> Iterator[int]:
-        """The peak of each stage by the memory walk; each stage is walked once."""
-        plan, first = None, 0
-        for stage, count in enumerate(layers_per_stage):
-            # What precedes a stage does not matter to it: activations arrive in the boundary layout.
-            key = table, stage, first, strategies[first : first + count]
-            if key not in self._peaks:
-                plan = plan or self.plan(table, layers_per_stage, strategies)
-                peak = stage_memory(plan, stage, self.model_file.model, self.model_file.layers, self._units)
-                self._peaks[key] = peak.peak_bytes
-            yield self._peaks[key]
-            first += count
+    def peak_bytes(self, table: int, layers_per_stage: Cuts, strategies: Columns) -> int:
+        """The peak of the worst stage by the memory walk."""
+        plan = self.plan(table, layers_per_stage, strategies)
+        return max(self._walk(plan, stage).peak_bytes for stage in range(plan.pp))
+
+    def _walk(self, plan: Plan, stage: int, most_bytes: int | None = None) -> RankMemory:
+        model, layers = self.model_file.model, self.model_file.layers
+        return rank_memory(plan, stage, model, layers, self._known, most_bytes=most_bytes)
 
     def _few_enough(self, strategies: Columns) -> bool:
         """Whether the blocks take no more strategies than were asked for."""
@@ -330,7 +343,7 @@ def _add_leanest(pool: _Pool) -> None:
     if pool.made.is_large or not pool.found or pool.best_ns() < INFEASIBLE:
         return
     _, (table, cuts, columns, _) = min((peak_bytes(f.plan), key) for key, f in pool.found.items())
-    pool.add(table, cuts, leaner(pool.made.lower[table], columns, lambda one: max(pool.peaks(table, cuts, one))))
+    pool.add(table, cuts, leaner(pool.made.lower[table], columns, lambda one: pool.peak_bytes(table, cuts, one)))
 
 
 def _provers(pool: _Pool, bound_ns: int, tell: Progress, halted: Callable[[], bool]) -> tuple[str, ...]:

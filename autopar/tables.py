@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, combinations
 from math import ceil, floor
 from typing import Literal
 
@@ -132,17 +131,14 @@ class Prices:
         layouts = {place: i for i, place in enumerate(dict.fromkeys(places))}
         layout = np.array([layouts[place] for place in places], dtype=np.int64)
 
-        def moves_ns(sources: Iterable[Layout], targets: Sequence[Layout]) -> Int:
-            found = [
-                [
-                    _ns(sum(relayout_s(a, b, mesh=mesh, cluster=cluster, links=links, activation_bytes=moved_bytes)))
-                    for b in targets
-                ]
-                for a in sources
-            ]
-            return np.array(found, dtype=np.int64)
+        def move_ns(a: Layout, b: Layout) -> int:
+            return _ns(sum(relayout_s(a, b, mesh=mesh, cluster=cluster, links=links, activation_bytes=moved_bytes)))
 
-        known, boundary = list(layouts), [mesh.boundary]
+        # There and back: the same from either side.
+        moves_ns = np.zeros((len(layouts), len(layouts)), dtype=np.int64)
+        for (a, i), (b, j) in combinations(layouts.items(), 2):
+            moves_ns[i, j] = moves_ns[j, i] = move_ns(a, b)
+        edge_ns = np.array([move_ns(mesh.boundary, place) for place in layouts], dtype=np.int64)[layout]
         return cls(
             model=model,
             request=request,
@@ -152,9 +148,9 @@ class Prices:
             classes=tuple(classes),
             units=tuple(units),
             time_ns=np.stack(times)[classes],
-            transition_ns=moves_ns(known, known)[np.ix_(layout, layout)],
-            entry_ns=moves_ns(boundary, known)[0][layout],
-            exit_ns=moves_ns(known, boundary)[:, 0][layout],
+            transition_ns=moves_ns[np.ix_(layout, layout)],
+            entry_ns=edge_ns,
+            exit_ns=edge_ns,
             p2p_ns=_ns(2 * send_s(mesh, cluster, links, moved_bytes)),
             layout=layout,
             budget_bytes=request.memory_bytes or cluster.usable_bytes,

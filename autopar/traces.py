@@ -11,7 +11,7 @@ from autopar.measured import ClusterFile, ModelFile
 from autopar.orders import actions
 from autopar.pipeline import Operation, simulate
 from autopar.plan import Plan, RankMemory
-from autopar.predict import Simulated, Units, rank_memory, simulated
+from autopar.predict import Known, Simulated, rank_memory, simulated
 from autopar.schedules import stage_rank
 
 _COMPUTE, _COMMUNICATION = 0, 1
@@ -33,11 +33,11 @@ def memory_over_time(plan: Plan, model: ModelFile, cluster: ClusterFile) -> tupl
     """
     found = simulated(plan, model.model, model.layers, cluster.cluster, cluster.links)
     line = simulate(found.times, send_s=found.send_s, **found.asked)
-    units: Units = {}
+    known = Known()
     ranks = []
     for rank in range(plan.pp):
         moments: list[RankMemory] = []
-        rank_memory(plan, rank, model.model, model.layers, units, moments)
+        rank_memory(plan, rank, model.model, model.layers, known, moments)
         at = {(op.kind, op.stage, op.micro_batch): op for op in line.operations if op.rank == rank}
         order = actions(plan.schedule, plan.pp, rank, plan.num_micro_batches, plan.stages_per_rank)
         last = Operation(start_s=line.step_s, end_s=line.step_s, rank=rank, stage=-1, micro_batch=-1, kind="optimizer")
