@@ -7,7 +7,7 @@ through them: each step takes the neighbour of least objective that fits.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import combinations, product
+from itertools import accumulate, combinations, pairwise, product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,7 +46,7 @@ def polish(
         better = list(_better_singles(tables, *current, best_ns, asked))
         better += [
             (objective_ns, choice)
-            for choice in neighbours(tables, *current)
+            for choice in (*neighbours(tables, *current), *moved_cuts(tables, *current, best_ns))
             if (summed := score(tables, *choice)).fits and (objective_ns := summed.objective_ns) < best_ns
         ]
         better.sort()
@@ -119,7 +119,7 @@ def _may_fit(tables: CostTables, stage: Int, chosen: Int) -> NDArray[np.bool_]:
 
 
 def neighbours(tables: CostTables, layers_per_stage: Cuts, strategies: Columns) -> Iterator[tuple[Cuts, Columns]]:
-    """The legal choices that differ a little from this one in more than one layer; some may come twice."""
+    """The legal choices of these cuts that differ a little from this one in more than one layer; some come twice."""
     feasible, last = tables.feasible, len(strategies) - 1
     options = [[s for s in range(len(tables.strategies)) if row[s]] for row in feasible]
     groups: list[tuple[int, ...]] = []
@@ -147,13 +147,36 @@ def neighbours(tables: CostTables, layers_per_stage: Cuts, strategies: Columns) 
                     changed = {**dict.fromkeys(one, a), **dict.fromkeys(two, b)}
                     if all(feasible[unit, s] for unit, s in changed.items()):
                         yield layers_per_stage, _with(strategies, changed)
+
+
+def moved_cuts(
+    tables: CostTables, layers_per_stage: Cuts, strategies: Columns, best_ns: int
+) -> Iterator[tuple[Cuts, Columns]]:
+    """The choices below best_ns with one cut moved by a layer. O(stages) each."""
+    chosen = np.array(strategies)
+    times = [0, *accumulate(tables.time_ns[np.arange(len(chosen)), chosen].tolist())]
+    moves = [0, *accumulate(tables.transition_ns[chosen[:-1], chosen[1:]].tolist())]
+
+    def stage_ns(stage: int, first: int, end: int) -> int:
+        total = int(times[end] - times[first] + moves[end - 1] - moves[first])
+        if stage > 0:
+            total += int(tables.entry_ns[strategies[first]])
+        if stage < tables.stages - 1:
+            total += int(tables.exit_ns[strategies[end - 1]]) + tables.p2p_ns
+        return total
+
+    ends = [0, *accumulate(layers_per_stage)]
+    now = [stage_ns(stage, *span) for stage, span in enumerate(pairwise(ends))]
     for stage in range(len(layers_per_stage) - 1):
         for moved in (-1, 1):
-            cuts = list(layers_per_stage)
-            cuts[stage] += moved
-            cuts[stage + 1] -= moved
-            if min(cuts) > 0:
-                yield tuple(cuts), strategies
+            cut = ends[stage + 1] + moved
+            if not ends[stage] < cut < ends[stage + 2]:
+                continue
+            two = [stage_ns(stage, ends[stage], cut), stage_ns(stage + 1, cut, ends[stage + 2])]
+            then = now[:stage] + two + now[stage + 2 :]
+            if sum(then) + (tables.micro_batches - 1) * max(then) < best_ns:
+                ends_then = [*ends[: stage + 1], cut, *ends[stage + 2 :]]
+                yield tuple(b - a for a, b in pairwise(ends_then)), strategies
 
 
 def _with(strategies: Columns, changed: dict[int, int]) -> Columns:

@@ -45,9 +45,6 @@ ROUNDS = 4
 """How often a choice of a table that does not fit makes way for a leaner one."""
 POLISHED, POLISHED_LARGE = 3, 2
 """Of how many choices the neighbours are tried, when none is proven optimal; in large tables one a table."""
-POLISHED_WITHIN = 0.1
-"""How much worse than the best a choice may be for its neighbours to be tried: they hardly gain more than that."""
-
 Progress = Callable[[str, int, int], None]
 """Told a phase (tables, solve, polish), how many of its steps are done, and how many there are."""
 
@@ -307,7 +304,7 @@ def _polish(pool: _Pool, bound_ns: int, tell: Progress, halted: Callable[[], boo
         if pool.best_ns() == INFEASIBLE:
             _add_leanest(pool)
         most, asked = (POLISHED_LARGE, ASKED // 2) if pool.made.is_large else (POLISHED, ASKED)
-        worst_ns = pool.best_ns() * (1 + POLISHED_WITHIN)
+        worst_ns = pool.best_ns() * (1 + WITHIN)
         starts: list[tuple[int, Cuts, Columns]] = []
         for found_ns, table, layers_per_stage, strategies, _ in sorted(
             (objective_ns(f.plan), *key) for key, f in pool.found.items() if f.fits

@@ -13,7 +13,7 @@ from autopar import memory
 from autopar.memory import Unit, walk
 from autopar.orders import actions
 from autopar.pipeline import Ending, StageTimes, simulate, step
-from autopar.polish import _better_singles
+from autopar.polish import _better_singles, moved_cuts
 from autopar.predict import stage_memory
 from autopar.price import score
 from autopar.searching import search_files
@@ -128,3 +128,23 @@ def test_single_changes_are_scored_as_one_by_one(pp: int) -> None:
                 if summed.objective_ns < best_ns and summed.stage_bytes[stage] <= made.budget_bytes[stage]:
                     expected[layers, other] = summed.objective_ns
         assert found == expected
+
+
+@pytest.mark.parametrize(("pp", "count"), [(2, 4), (4, 4), (4, 16)])
+def test_moved_cuts_are_those_that_add_up_to_less(pp: int, count: int) -> None:
+    made = _prices(pp, count).tables("1f1b", "lower")
+    rng, units = np.random.default_rng(pp), len(made.time_ns)
+    for _ in range(40):
+        ends = sorted(rng.choice(np.arange(1, units), pp - 1, replace=False).tolist())
+        layers = tuple(b - a for a, b in pairwise((0, *ends, units)))
+        chosen = tuple(int(rng.choice(np.flatnonzero(row))) for row in made.feasible)
+        best_ns = int(score(made, layers, chosen).objective_ns * rng.uniform(0.9, 1.1))
+        wanted = set()
+        for stage in range(pp - 1):
+            for moved in (-1, 1):
+                cuts = list(layers)
+                cuts[stage] += moved
+                cuts[stage + 1] -= moved
+                if min(cuts) > 0 and score(made, tuple(cuts), chosen).objective_ns < best_ns:
+                    wanted.add((tuple(cuts), chosen))
+        assert set(moved_cuts(made, layers, chosen, best_ns)) == wanted
