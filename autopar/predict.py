@@ -123,8 +123,8 @@ def predict(
 ) -> Prediction:
     """The predicted step and its parts for the rank that the others wait for, and the peak of every rank.
 
-    known: kept for other calls. O(layers + stages * micro-batches). Raises ValueError for a layer that was not measured
-    as the plan runs it.
+    known: kept for other calls. O(layers + stages * micro-batches). Raises ValueError for a layer that was not
+    measured as the plan runs it.
     """
     known = known or Known()
     found = simulated(plan, model, layers, cluster, links, known)
