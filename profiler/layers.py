@@ -29,7 +29,6 @@ from autopar.runtime.spec import describe, kind_name
 from autopar.runtime.stage import LossFunction, StageBody, StageModule
 from autopar.runtime.structure import BlockForm, Probe
 from autopar.runtime.tracker import storage_bytes
-from autopar.runtime.trees import tree_leaves, tree_map
 
 if TYPE_CHECKING:
     from autopar.runtime.tensor_parallel import BlockPlan
@@ -126,7 +125,8 @@ class LayerBench:
             given, named = replace_argument(args, kwargs, form.hidden, hidden)
             if torch.is_grad_enabled():  # the encoder's output and the like get their gradient too
                 for side in form.learned:
-                    value = tree_map(_with_gradient, argument(given, named, side))
+                    value = argument(given, named, side)
+                    value = in_graph(value, value.new_zeros((), requires_grad=True))
                     given, named = replace_argument(given, named, side, value)
             first = form.hidden_in(module(*given, **named))
             assert isinstance(first, Tensor)
@@ -220,18 +220,11 @@ class LayerBench:
         return args, kwargs
 
 
-def _with_gradient(value: Any) -> Any:
-    """A tensor as the middle of a graph."""
-    if not isinstance(value, Tensor) or not value.is_floating_point():
-        return value
-    return in_graph(value, value.new_zeros((), requires_grad=True))
-
-
 def _tied_to(form: BlockForm) -> Any:
     """A hook on what stands for a block: the backward reaches its learned side inputs, as through the block itself."""
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        sides = [x for key in form.learned for x in tree_leaves(argument(args, kwargs, key))]
+        sides = [argument(args, kwargs, key) for key in form.learned]
         hidden = tie(form.hidden_in(output), [x for x in sides if isinstance(x, Tensor) and x.requires_grad])
         return (hidden, *output[1:]) if form.output_length else hidden
 

@@ -26,6 +26,7 @@ from autopar.units import format_bytes
 
 _EVERY_CONFIG = ("tie_word_embeddings", "pad_token_id", "bos_token_id", "eos_token_id", "is_encoder_decoder")
 _MOST_LAYERS = 10_000
+_DROPS_A_MASK = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")
 _RUNTIME_SETS = ("attn_implementation", "use_cache", "dtype", "torch_dtype")
 
 
@@ -118,6 +119,26 @@ def unpacked() -> Iterator[None]:
         yield
     finally:
         masks.find_packed_sequence_indices = find
+
+
+@contextmanager
+def masks_kept(model: nn.Module) -> Iterator[None]:
+    """While inside, a Hugging Face model makes its attention mask whatever the samples are.
+
+    Left to itself it drops the mask where no sample of the rank is padded, and ranks then differ in what they run.
+    """
+    if not is_hugging_face(model):
+        yield
+        return
+    masks: Any = importlib.import_module("transformers.masking_utils")
+    real = {name: getattr(masks, name) for name in _DROPS_A_MASK}
+    for name in _DROPS_A_MASK:
+        setattr(masks, name, lambda *args, **kwargs: False)
+    try:
+        yield
+    finally:
+        for name, function in real.items():
+            setattr(masks, name, function)
 
 
 @contextmanager

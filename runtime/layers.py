@@ -20,6 +20,7 @@ from autopar.runtime.moving import attach_relayouts
 from autopar.runtime.precision import Masters
 from autopar.runtime.randomness import BlockStream, agreed_seed
 from autopar.runtime.sharding import axes_of_copies, shard_layers
+from autopar.runtime.side_inputs import MASK, POSITIONS, SideInputs, probe_optional
 from autopar.runtime.spec import DescribedModel
 from autopar.runtime.stage import LossFunction, StageBody, StageModule, same_tensors_again
 from autopar.runtime.structure import Probe, Structure
@@ -62,12 +63,21 @@ def place_layers(
     seed = agreed_seed()
     numbers = plan.stages_of_rank(groups.stage)
     models = [model, *(same_tensors_again(model) for _ in numbers[1:])]
+    moves = any(p.layout != mesh.boundary for p in placed)
+    optional = probe_optional(model, batch) if moves else {}
     stages: dict[int, StageModule] = {}
     cuts: dict[str, TensorParallelCut] = {}
     checked: set[Any] = set()
     cut_parameters: dict[nn.Parameter, nn.Parameter] = {}
     for number, tree in zip(numbers, models, strict=True):
-        body = StageBody(tree, structure, plan.stage_layers(number))
+        side = SideInputs(
+            group=groups.along(mesh.names) if moves else None,
+            boundary=mesh.boundary,
+            usual=frozenset(batch) - {MASK, POSITIONS},
+            found=optional,
+            always=structure.forms,
+        )
+        body = StageBody(tree, structure, plan.stage_layers(number), side)
         stages[number] = StageModule(body, loss)
         ends = _cut_ends(stages[number], plan, found, groups, batch, cut_parameters)
         block_plans = _cut_blocks(body, plan, found, described, groups, checked)
@@ -126,7 +136,7 @@ def _cut_blocks(
         if strategy.tp == strategy.sp == strategy.cp == 1:
             continue
         # torch.export takes a second to load and is needed under tensor parallelism only.
-        from autopar.runtime.tensor_parallel import apply, check_plan
+        from autopar.runtime.tensor_parallel import apply, check_again, check_plan
 
         placed = mesh.place(strategy)
         axes = placed.tp
@@ -137,11 +147,17 @@ def _cut_blocks(
         tensor_groups = _tensor_groups(groups, axes) if axes else []
         sharing = _sharing(groups, placed) if strategy.sp * strategy.cp > 1 else None
         key = (kind, axes, strategy.sequence_norms, placed.sp, placed.cp)
+        args, kwargs = found.inputs[kind].args, found.inputs[kind].kwargs
+        if key not in checked:
+            check_plan(block, block_plan, tensor_groups, coordinate, args, kwargs, sharing=sharing)
+        graphs = apply(block, block_plan, tensor_groups, coordinate, sharing=sharing)
         if key not in checked:
             checked.add(key)
-            args, kwargs = found.inputs[kind].args, found.inputs[kind].kwargs
-            check_plan(block, block_plan, tensor_groups, coordinate, args, kwargs, sharing=sharing)
-        apply(block, block_plan, tensor_groups, coordinate, sharing=sharing)
+            for name, other in body.side_inputs.found.items():
+                if isinstance(other, Probe):
+                    inputs = other.inputs[kind]
+                    again = partial(check_again, graphs, tensor_groups, inputs.args, inputs.kwargs)
+                    body.side_inputs.checks.setdefault(name, []).append(again)
         cut[number] = block_plan
     return cut
 

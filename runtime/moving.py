@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from autopar.axes import Layout, RankMesh
 from autopar.plan import Plan
-from autopar.runtime.arguments import named_arguments, replace_argument
+from autopar.runtime.arguments import replace_argument, tensor_arguments
 from autopar.runtime.groups import RankGroups
 from autopar.runtime.relayout import GroupOf, relayout, share_gradient, sum_gradient
+from autopar.runtime.side_inputs import SideInputs
 from autopar.runtime.stage import StageBody
 from autopar.runtime.structure import BlockForm
 
@@ -26,7 +27,7 @@ def attach_relayouts(body: StageBody, plan: Plan, groups: RankGroups) -> None:
     mesh, structure = plan.mesh, body.structure
     before = mesh.boundary
     blocks = body.blocks()
-    move = _Move(mesh=mesh, group_of=lambda axis: groups.along((axis,)))
+    move = _Move(mesh=mesh, side=body.side_inputs, group_of=lambda axis: groups.along((axis,)))
     for number, block in blocks.items():
         layout = mesh.place(plan.strategies[number + 1]).layout
         if number in structure.starts:
@@ -35,7 +36,7 @@ def attach_relayouts(body: StageBody, plan: Plan, groups: RankGroups) -> None:
         after = mesh.boundary if leaves else layout
         form = structure.forms[number]
         if before != layout or layout.batch != mesh.boundary.batch:
-            block.register_forward_pre_hook(_entry(move, form, before, layout), with_kwargs=True)
+            block.register_forward_pre_hook(_entry(move, number, form, before, layout), with_kwargs=True)
         if after != layout or layout.batch != mesh.boundary.batch:
             block.register_forward_hook(_exit(move, form, layout, after))
         before = layout
@@ -46,17 +47,15 @@ class _Move:
     """Moves what is not the hidden state between a layer's layout and the boundary's."""
 
     mesh: RankMesh
+    side: SideInputs
     group_of: GroupOf
 
     def hidden(self, x: Tensor, source: Layout, target: Layout) -> Tensor:
         return relayout(x, source, target, self.group_of)
 
-    def in_(self, x: Tensor, target: Layout, batch_dim: int | None) -> Tensor:
-        """A side input. Without samples all ranks have it: then each of those that share samples gives its part of
-        the gradient, which outside is summed over all ranks."""
-        boundary = self.mesh.boundary.batch
-        if batch_dim is not None:
-            return relayout(x, Layout(batch=boundary), Layout(batch=target.batch), self.group_of, batch_dim=batch_dim)
+    def shared(self, x: Tensor, target: Layout) -> Tensor:
+        """A side input that has no samples and is the same on all ranks: each of those that share the block's samples
+        gives its part of the gradient, which outside is summed over all ranks."""
         return share_gradient(x, self.mesh.size(self._apart(target))) if x.requires_grad else x
 
     def out(self, x: Tensor, source: Layout, batch_dim: int | None) -> Tensor:
@@ -72,15 +71,16 @@ class _Move:
         return tuple(axis for axis in self.mesh.boundary.batch if axis not in layout.batch)
 
 
-def _entry(move: _Move, form: BlockForm, source: Layout, target: Layout) -> Any:
-    dims = dict(form.batch_inputs)
-
+def _entry(move: _Move, number: int, form: BlockForm, source: Layout, target: Layout) -> Any:
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        for key, value in named_arguments(args, kwargs):
+        move.side.agree(number, args, kwargs, form.hidden)
+        before = dict(tensor_arguments(args, kwargs))
+        args, kwargs = move.side.laid_out(number, args, kwargs, target, move.group_of)
+        for key, value in tensor_arguments(args, kwargs):
             if key == form.hidden:
                 args, kwargs = replace_argument(args, kwargs, key, move.hidden(value, source, target))
-            elif isinstance(value, Tensor):
-                args, kwargs = replace_argument(args, kwargs, key, move.in_(value, target, dims.get(key)))
+            elif value is before[key] and value.requires_grad:
+                args, kwargs = replace_argument(args, kwargs, key, move.shared(value, target))
         return args, kwargs
 
     return hook

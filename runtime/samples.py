@@ -25,13 +25,6 @@ def own_samples(batch: Mapping[str, Tensor], plan: Plan, place: int) -> dict[str
                 why=f"the plan was made for a global batch of {samples}",
                 fix="give the whole global batch, or search again for this batch",
             )
-    mask = batch.get("attention_mask")
-    if mask is not None and not bool(mask.all()) and any(s.tp * s.sp * s.cp > 1 for s in plan.strategies):
-        raise InputError(
-            "a padded attention_mask does not run under tensor or sequence parallelism yet",
-            why="models drop the mask on ranks whose samples have no padding",
-            fix="pack the samples, mask the labels instead (-100), or use a plan without tp, sp and cp",
-        )
     return {
         name: torch.cat([part.chunk(ranks)[place] for part in value.chunk(plan.num_micro_batches)])
         for name, value in batch.items()

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from autopar.errors import InputError
-from autopar.runtime.arguments import argument, named_arguments
+from autopar.runtime.arguments import Key, argument, named_arguments, tensor_arguments
 from autopar.runtime.chains import Lists, own_settings
 from autopar.runtime.structure import BlockForm, BlockInputs, parameters_of
-from autopar.runtime.trees import tree_leaves, tree_map
+from autopar.runtime.trees import tree_map
 
 Shape = tuple[int, ...]
-Key = TypeVar("Key", int | str, int)
+K = TypeVar("K", Key, int)
 
 
 class Phases(Protocol):
@@ -37,8 +37,8 @@ class Run:
     path: str
     hidden: int | str
     direct: bool
-    shapes: dict[int | str, Shape]
-    learned: tuple[int | str, ...]
+    shapes: dict[Key, Shape]
+    learned: tuple[Key, ...]
     captured: Any
     output_length: int = 0
     hidden_shape: Shape = ()
@@ -86,9 +86,8 @@ class Seen:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             place = _find_hidden(args, kwargs)
             hidden = argument(args, kwargs, place)
-            named = named_arguments(args, kwargs)
-            shapes = {k: tuple(v.shape) for k, v in named if isinstance(v, Tensor)}
-            sides = {k: [x for x in tree_leaves(v) if isinstance(x, Tensor)] for k, v in named if k != place}
+            tensors = tensor_arguments(args, kwargs)
+            shapes = {key: tuple(x.shape) for key, x in tensors}
             whole = (key, place, tuple((k, s[1:] if k == place else s) for k, s in shapes.items()))
             if self._first and whole not in self._inputs:
                 self._inputs[whole] = BlockInputs(args=_detached(args), kwargs=_detached(kwargs))
@@ -98,7 +97,7 @@ class Seen:
                     hidden=place,
                     direct=hidden is self._passed,
                     shapes=shapes,
-                    learned=tuple(k for k, tensors in sides.items() if any(x.requires_grad for x in tensors)),
+                    learned=tuple(key for key, x in tensors if key != place and x.requires_grad),
                     captured=whole,
                     outputs={},
                 )
@@ -187,7 +186,7 @@ def _form(large: Run, small: Run) -> BlockForm:
     )
 
 
-def _changed(large: dict[Key, Shape], small: dict[Key, Shape]) -> list[tuple[Key, int]]:
+def _changed(large: dict[K, Shape], small: dict[K, Shape]) -> list[tuple[K, int]]:
     """Where shapes differ, as (key, dimension)."""
     return [
         (key, dim)
@@ -231,7 +230,7 @@ def why_no_pipeline(runs: Sequence[Run], lists: Lists, between: Sequence[str]) -
         return f"its forward uses {between[0]} between its blocks"
     learned = next((run for run in runs if run.learned), None)
     if learned is not None:
-        keys = ", ".join(f"argument {key}" if isinstance(key, int) else key for key in learned.learned[:3])
+        keys = ", ".join(key if isinstance(key, str) else f"argument {key}" for key in learned.learned[:3])
         return f"{learned.path} gets {keys}, which other layers compute from their parameters"
     shapes = {run.hidden_shape[1:] for run in runs} | {run.shapes[run.hidden][1:] for run in runs}
     if len(shapes) > 1:

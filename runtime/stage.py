@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.runtime.arguments import argument, replace_argument
+from autopar.runtime.side_inputs import SideInputs
 from autopar.runtime.structure import BlockForm, Structure
 
 LossFunction = Callable[[Any, Mapping[str, Tensor]], tuple[Tensor, Tensor]]
@@ -66,8 +67,11 @@ class StageBody(nn.Module):
     The model is changed in place: layers outside `layers` lose their parameters.
     """
 
-    def __init__(self, model: nn.Module, structure: Structure, layers: range) -> None:
+    def __init__(
+        self, model: nn.Module, structure: Structure, layers: range, side_inputs: SideInputs | None = None
+    ) -> None:
         super().__init__()
+        self.side_inputs = side_inputs or SideInputs()
         self.model = model
         self.structure = structure
         self.layers = layers
@@ -141,7 +145,8 @@ class StageBody(nn.Module):
         """The hidden state after the last own layer, or the model's output when the stage holds the head."""
         self._fed = hidden
         try:
-            return self.model(**batch)
+            with self.side_inputs.during(self.model, batch):
+                return self.model(**batch)
         except _LeftEarly as left:
             # The traceback holds the frames of the whole forward, and with them every local tensor.
             left.__traceback__ = None

@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from autopar.model import Parameter
+from autopar.runtime.arguments import Key
 from autopar.runtime.ends import Vocabulary
 
 
@@ -24,15 +25,15 @@ class BlockForm:
 
     hidden: position (or keyword) at which it takes the hidden state; output_length: 0 when it returns the hidden state
     itself, otherwise the length of the tuple that it leads; batch_inputs: its side inputs that carry the batch, as
-    (position or keyword, dimension); batch_outputs: likewise what it returns beside the hidden state, by place;
+    (key, dimension); batch_outputs: likewise what it returns beside the hidden state, by place;
     learned: the side inputs that other layers compute from their parameters.
     """
 
     hidden: int | str
     output_length: int
-    batch_inputs: tuple[tuple[int | str, int], ...] = ()
+    batch_inputs: tuple[tuple[Key, int], ...] = ()
     batch_outputs: tuple[tuple[int, int], ...] = ()
-    learned: tuple[int | str, ...] = ()
+    learned: tuple[Key, ...] = ()
 
     def hidden_in(self, output: Any) -> Any:
         """The hidden state in what the block returned."""

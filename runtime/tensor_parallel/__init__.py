@@ -9,11 +9,21 @@ Gradients follow the SUM convention: the loss is the same on all ranks of a grou
 hold comes out whole and equal on each of them.
 """
 
-from autopar.runtime.tensor_parallel.check import check_plan
+from autopar.runtime.tensor_parallel.check import check_again, check_plan
 from autopar.runtime.tensor_parallel.collectives import Team
 from autopar.runtime.tensor_parallel.derive import Derivation, derive
 from autopar.runtime.tensor_parallel.execute import LocalGraphs, apply
 from autopar.runtime.tensor_parallel.layout import BlockPlan
 from autopar.runtime.tensor_parallel.sequence import SequenceTeams
 
-__all__ = ["BlockPlan", "Derivation", "LocalGraphs", "SequenceTeams", "Team", "apply", "check_plan", "derive"]
+__all__ = [
+    "BlockPlan",
+    "Derivation",
+    "LocalGraphs",
+    "SequenceTeams",
+    "Team",
+    "apply",
+    "check_again",
+    "check_plan",
+    "derive",
+]

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopar.errors import RunError
-from autopar.runtime.tensor_parallel.execute import apply
+from autopar.runtime.tensor_parallel.execute import LocalGraphs, apply
 from autopar.runtime.tensor_parallel.layout import BlockPlan
 from autopar.runtime.tensor_parallel.sequence import SequenceTeams
-from autopar.runtime.tensor_parallel.skeleton import in_order, parameter_names
+from autopar.runtime.tensor_parallel.skeleton import alone, in_order, parameter_names
 from autopar.runtime.trees import tree_leaves, tree_map
 
 NOISE = 0.05
@@ -80,6 +80,23 @@ def check_plan(
                 fix="run this layer data parallel and report the block",
             )
     return float(worst.max())
+
+
+def check_again(graphs: LocalGraphs, groups: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+    """`check_plan` of blocks that are cut already, for other inputs of them, with weights made up for the purpose."""
+    return alone(
+        lambda: check_plan(
+            graphs.skeleton.with_random_weights(
+                next(x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)).device
+            ),
+            graphs.plan,
+            groups,
+            graphs.coordinate,
+            args,
+            kwargs,
+            sharing=graphs.sharing,
+        )
+    )
 
 
 def _noisy(block: nn.Module) -> nn.Module:

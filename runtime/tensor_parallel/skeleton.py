@@ -91,6 +91,15 @@ class Skeleton:
         self.block: nn.Module = alone(lambda: _without_weights(block))
         self.dtypes = {name: p.dtype for name, p in block.named_parameters()}
 
+    def with_random_weights(self, device: torch.device) -> nn.Module:
+        """A block of this kind with weights from a fixed seed, of ordinary size."""
+        generator, memo = torch.Generator().manual_seed(11), dict[int, Any]()
+        for p in self.block.parameters():
+            scale = p.shape[-1] ** -0.5 if p.dim() > 1 else 1.0
+            values = scale * torch.randn(p.shape, generator=generator)
+            memo[id(p)] = nn.Parameter(values.to(device, p.dtype), requires_grad=p.requires_grad)
+        return copy.deepcopy(self.block, memo)
+
     def trace(
         self,
         args: tuple[Any, ...],

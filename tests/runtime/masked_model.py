@@ -35,3 +35,44 @@ class Masked(nn.Module):
 
 def build(width: int = 32, blocks: int = 4) -> Masked:
     return Masked(width, blocks)
+
+
+class AttendingBlock(nn.Module):
+    """Looks both ways, at what the mask keeps; what the mask leaves out stays as it is."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, k, v = (y.unflatten(-1, (4, -1)).transpose(1, 2) for y in self.qkv(self.norm(x)).chunk(3, -1))
+        seen = None if mask is None else mask[:, None, None, :]
+        y = self.out(F.scaled_dot_product_attention(q, k, v, attn_mask=seen).transpose(1, 2).flatten(2))
+        return x + (y if mask is None else y * mask[..., None])
+
+
+class Attending(nn.Module):
+    """Takes a mask of its samples, [samples, tokens]; `drops`: leaves it out where nothing is padded."""
+
+    def __init__(self, width: int, blocks: int, drops: bool) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(64, width)
+        self.blocks = nn.ModuleList(AttendingBlock(width) for _ in range(blocks))
+        self.head = nn.Linear(width, 64)
+        self.drops = drops
+
+    def forward(self, ids: Tensor, targets: Tensor, attention_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        mask = None if attention_mask is None else attention_mask.bool()
+        if mask is not None and self.drops and bool(mask.all()):
+            mask = None
+        x = self.tokens(ids)
+        for block in self.blocks:
+            x = block(x, mask)
+        logits = self.head(x)
+        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def attending(width: int = 32, blocks: int = 4, drops: bool = False) -> Attending:
+    return Attending(width, blocks, drops)

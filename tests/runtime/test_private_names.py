@@ -123,7 +123,10 @@ def test_private_attribute_is_there(name: str) -> None:
         ("torch.utils._python_dispatch", "TorchDispatchMode is_traceable_wrapper_subclass"),
         ("torch.utils._pytree", "tree_leaves tree_map tree_unflatten"),
         ("transformers", "AutoModelForCausalLM CONFIG_MAPPING LlamaConfig logging"),
-        ("transformers.masking_utils", "find_packed_sequence_indices"),
+        (
+            "transformers.masking_utils",
+            "_ignore_bidirectional_mask_sdpa _ignore_causal_mask_sdpa find_packed_sequence_indices",
+        ),
         ("transformers.modeling_utils", "PreTrainedModel"),
     ],
 )
