@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from autopar.comm import BUCKET_BYTES
 from autopar.memory import Unit
-from autopar.request import Optimizer
+from autopar.request import OFFLOADED, Optimizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ def upper_bound(
     whole = unit.parameter_bytes if unit.gathers else 0
     resident = whole if unit.zero == 3 else 0
     counted = unit.share(grads) if steady else max(0, unit.share(grads) - kept)
-    state = unit.held_bytes + unit.optimizer_bytes(optimizer) + counted
+    state = unit.held_bytes(optimizer) + unit.optimizer_bytes(optimizer) + counted
     state += whole - resident
     if unit.zero == 1:
         # At the end of the step buckets of gradients lie beside the whole ones, and nothing is saved.
@@ -59,6 +59,8 @@ def upper_bound(
     ]
     if unit.zero == 1 and grads >= BUCKET_BYTES:
         moments.append(2 * (BUCKET_BYTES + BUCKET_BYTES // unit.shards))
+    if optimizer in OFFLOADED.values():
+        moments.append(BUCKET_BYTES)
     if unit.recompute:
         moments.append(unit.output_bytes + unit.forward_peak_bytes + around + resident + own)
     return Bound(state_bytes=state, saved_bytes=kept, transient_bytes=max(moments))
@@ -70,7 +72,9 @@ def lower_bound(unit: Unit, *, optimizer: Optimizer, steady: bool, last: bool) -
     steady: that happens again after the first backward, so that all gradients exist by then; last: the unit ends the
     chain, so that its own backward is that moment.
     """
-    state = unit.held_bytes + unit.optimizer_bytes(optimizer) + unit.share(unit.gradient_bytes) * int(steady)
+    state = (
+        unit.held_bytes(optimizer) + unit.optimizer_bytes(optimizer) + unit.share(unit.gradient_bytes) * int(steady)
+    )
     state += unit.parameter_bytes if unit.zero == 2 else 0
     transient = 0
     if last:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from autopar.axes import RankMesh, divisors
 from autopar.model import LayerKind, ModelSpec, Role
-from autopar.request import OFFLOADED, Optimizer, Schedule
+from autopar.request import Schedule
 from autopar.schedules import SPLIT_BACKWARD, why_stages_illegal
 from autopar.strategy import Strategy
 
@@ -141,13 +141,6 @@ def why_schedule_not_runnable(schedule: Schedule, dtype: str = "float32") -> str
 def why_pipeline_not_runnable(model: ModelSpec, pp: int) -> str | None:
     """Why the runtime of this version cannot put the layers of a model on `pp` stages."""
     return f"{model.name} runs on one stage: {model.pipeline_reason}" if pp > 1 and model.pipeline_reason else None
-
-
-def why_optimizer_not_runnable(optimizer: Optimizer) -> str | None:
-    """Why the runtime of this version cannot run an optimizer."""
-    if optimizer in OFFLOADED.values():
-        return f"{optimizer}: the states of an optimizer do not leave the device yet"
-    return None
 
 
 def why_not_runnable(strategy: Strategy, role: Role = "block") -> str | None:

@@ -26,13 +26,12 @@ from autopar.ledger import Ledger
 from autopar.measured import LayerCost
 from autopar.orders import Action, Kind
 from autopar.plan import RankMemory
-from autopar.request import OPTIMIZER_COPIES, Optimizer
+from autopar.request import OFFLOADED, OPTIMIZER_COPIES, Optimizer
 from autopar.strategy import Strategy
 from autopar.units import widening
 
-OPTIMIZER_TEMPORARIES = {"adamw": 2, "sgd": 1, "sgd-momentum": 1, "adamw-offloaded": 4, "sgd-momentum-offloaded": 2}
-"""Temporaries of the optimizer step in copies of its largest parameter (torch's loop over single tensors); states that
-are offloaded come and go parameter by parameter, and count here."""
+OPTIMIZER_TEMPORARIES = {"adamw": 2, "sgd": 1, "sgd-momentum": 1, "adamw-offloaded": 0, "sgd-momentum-offloaded": 0}
+"""Temporaries of the optimizer step in copies of its largest parameter (torch's loop over single tensors)."""
 
 ASSUMED_SECOND_PART = 0.6
 """Assumed: the gradients of the outputs of all weights in saved sets (0.57 measured on a Llama block and its head)."""
@@ -116,12 +115,15 @@ class Unit:
         """The larger buffer of a layer that gathers: its whole parameters, or its gradients to be scattered."""
         return max(self.parameter_bytes, self.gradient_bytes)
 
-    @property
-    def held_bytes(self) -> int:
-        """The rank's parameters between steps: under mixed precision the masters alone where they are gathered."""
+    def held_bytes(self, optimizer: Optimizer) -> int:
+        """The rank's parameters between steps: under mixed precision the masters alone where they are gathered.
+
+        Otherwise the masters are beside them, or in host memory with the states of the optimizer.
+        """
         if self.gathers:
             return self.share(self.parameter_bytes * self.widening)
-        return self.parameter_bytes + (self.optimizer_share(self.gradient_bytes) if self.widening > 1 else 0)
+        masters = self.widening > 1 and optimizer not in OFFLOADED.values()
+        return self.parameter_bytes + (self.optimizer_share(self.gradient_bytes) if masters else 0)
 
     def optimizer_bytes(self, optimizer: Optimizer) -> int:
         """The rank's states of the optimizer."""
@@ -203,7 +205,7 @@ def walk_stages(
     states = {stage: _State(ledger=ledger, units=units, optimizer=optimizer) for stage, units in stages.items()}
     every = [unit for units in stages.values() for unit in units]
     for unit in every:
-        ledger.add("parameters", unit.held_bytes)
+        ledger.add("parameters", unit.held_bytes(optimizer))
         ledger.add("optimizer", unit.optimizer_bytes(optimizer))
     ledger.add("communication", buffers_bytes)
     ledger.look(0)
@@ -228,6 +230,9 @@ def walk_stages(
     ledger.look(0, _bucket_bytes(scattered, sum(unit.gradient_bytes for unit in scattered), 1))
     ledger.add("gradients", rows_bytes - sum(unit.gradient_bytes for unit in scattered))
     ledger.look(max(unit.temporary_bytes(optimizer) for unit in every))
+    if optimizer in OFFLOADED.values():
+        # Gradients go to host memory in buckets, and parameters come so from there.
+        ledger.look(0, min(BUCKET_BYTES, sum(unit.optimizer_share(unit.gradient_bytes) for unit in every)))
     # Then it gathers the new parameters likewise, two buckets at once.
     ledger.look(0, _bucket_bytes(scattered, sum(unit.trainable_bytes for unit in scattered), 2))
     if moments is not None:

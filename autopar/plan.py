@@ -18,7 +18,6 @@ from autopar.legality import (
     why_batch_illegal,
     why_illegal,
     why_not_runnable,
-    why_optimizer_not_runnable,
     why_pipeline_not_runnable,
     why_schedule_illegal,
     why_schedule_not_runnable,
@@ -208,8 +207,7 @@ class Plan:
                 found.setdefault(reason, []).append(name)
         parts = [f"{reason} (layers {', '.join(names)})" for reason, names in found.items()]
         schedule = why_schedule_not_runnable(self.schedule, self.request.dtype) if self.pp > 1 else None
-        whole = (schedule, why_optimizer_not_runnable(self.request.optimizer))
-        return (*(reason for reason in whole if reason), *parts)
+        return (*((schedule,) if schedule else ()), *parts)
 
     def check_runnable(self) -> None:
         """Return when the runtime of this version has all parts of the plan; otherwise InputError that names them."""

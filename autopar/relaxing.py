@@ -129,7 +129,7 @@ def relaxations(
     offloaded = OFFLOADED.get(request.optimizer)
     if offloaded is not None and cluster.device == "cuda":
         gb_per_s = ASSUMED_HOST_BYTES_PER_S[cluster.device] / 1e9
-        note = f"does not run yet; assumed: {gb_per_s:.0f} GB/s between a rank and its host"
+        note = f"--optimizer {offloaded}; assumed: {gb_per_s:.0f} GB/s between a rank and its host"
         asked = (model_file, cluster_file, replace(request, optimizer=offloaded))
         yield from _tried("optimizer states in host memory", asked, stop, note)
 

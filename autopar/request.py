@@ -13,7 +13,7 @@ from autopar.strategy import Strategy
 Schedule = Literal["1f1b", "gpipe", "looped-bfs", "interleaved-1f1b", "interleaved-zero-bubble", "zbv", "dualpipev"]
 Optimizer = Literal["adamw", "sgd", "sgd-momentum", "adamw-offloaded", "sgd-momentum-offloaded"]
 OFFLOADED: dict[Optimizer, Optimizer] = {"adamw": "adamw-offloaded", "sgd-momentum": "sgd-momentum-offloaded"}
-"""The same with its states in host memory, which is priced and does not run yet."""
+"""The same with its states (and float32 masters) in host memory, where it steps."""
 OPTIMIZER_COPIES = {"adamw": 2, "sgd": 0, "sgd-momentum": 1, "adamw-offloaded": 0, "sgd-momentum-offloaded": 0}
 """States of the optimizer on the device in copies of the trained parameters (AdamW: both moments)."""
 SCHEDULES: tuple[Schedule, ...] = ("1f1b", "gpipe")

@@ -10,7 +10,7 @@ from autopar.axes import Layout, RankMesh
 from autopar.cluster import ClusterSpec
 from autopar.comm import BUCKET_BYTES, boundary_shape, seconds, shape_of
 from autopar.measured import Collective, LayerCost, LinkProfile, Origin, weakest
-from autopar.request import OFFLOADED, OPTIMIZER_COPIES, Optimizer
+from autopar.request import OFFLOADED, Optimizer
 from autopar.strategy import Strategy
 from autopar.units import widening
 
@@ -22,6 +22,12 @@ ASSUMED_OPTIMIZER_ACCESSES = {"adamw": 16, "sgd": 3, "sgd-momentum": 8}
 
 ASSUMED_HOST_BYTES_PER_S = {"cpu": 4e9, "cuda": 20e9}
 """Assumed: what one rank moves from or to host memory, one way at a time (PCIe 4 x16; a copy in memory for a CPU)."""
+
+ASSUMED_HOST_MEMORY_BYTES_PER_S = {"cpu": 4e9, "cuda": 25e9}
+"""Assumed: the bandwidth of one rank in host memory while it steps there (200 GB/s of a node shared by 8 ranks)."""
+
+ASSUMED_HOST_ACCESSES = {"adamw": 12, "sgd-momentum": 10}
+"""Assumed: reads and writes of each trained element there: scaling, norm, clipping (5), and one fused step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,10 +162,10 @@ def _optimizer_s(cost: LayerCost, strategy: Strategy, cluster: ClusterSpec, opti
     held_bytes = cost.trainable_bytes * widening(dtype) / strategy.state_shards
     for name, offloaded in OFFLOADED.items():
         if optimizer == offloaded:
-            # The states come for the step and go back, beside nothing.
-            moved_bytes = 2 * OPTIMIZER_COPIES[name] * held_bytes
-            at_home_s = _optimizer_s(cost, strategy, cluster, name, dtype)
-            return at_home_s + moved_bytes / ASSUMED_HOST_BYTES_PER_S[cluster.device]
+            # Gradients go down and parameters come up, beside nothing; the step between is the host's work.
+            up_bytes = held_bytes if strategy.zero >= 2 else cost.trainable_bytes / strategy.state_shards
+            stepping_s = held_bytes * ASSUMED_HOST_ACCESSES[name] / ASSUMED_HOST_MEMORY_BYTES_PER_S[cluster.device]
+            return stepping_s + (held_bytes + up_bytes) / ASSUMED_HOST_BYTES_PER_S[cluster.device]
     for update in cluster.updates:
         if (update.optimizer, update.sharded) == (optimizer, strategy.zero >= 2):
             return cost.trainable_tensors * update.tensor_s + held_bytes * update.byte_s

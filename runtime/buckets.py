@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -122,15 +123,22 @@ def _by_rank(bucket: Sequence[Tensor], parts: int) -> Tensor:
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
 
 
+def buckets_of(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """The places of the tensors of each bucket: neighbours of one dtype."""
+    return [places for places, _ in _in_buckets(tensors, [None] * len(tensors))]
+
+
 def _buckets(tensors: Sequence[Grouped]) -> Iterator[tuple[list[int], dist.ProcessGroup]]:
     """The places of the tensors of each bucket, and its group."""
-    for (group, _), places in groupby(
-        range(len(tensors)), key=lambda place: (tensors[place][1], tensors[place][0].dtype)
-    ):
+    return _in_buckets([tensor for tensor, _ in tensors], [group for _, group in tensors])
+
+
+def _in_buckets(tensors: Sequence[Tensor], groups: Sequence[Any]) -> Iterator[tuple[list[int], Any]]:
+    for (group, _), places in groupby(range(len(tensors)), key=lambda place: (groups[place], tensors[place].dtype)):
         bucket: list[int] = []
         size_bytes = 0
         for place in places:
-            more_bytes = tensors[place][0].nbytes
+            more_bytes = tensors[place].nbytes
             if bucket and size_bytes + more_bytes > BUCKET_BYTES:
                 yield bucket, group
                 bucket, size_bytes = [], 0

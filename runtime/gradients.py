@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.errors import RunError
 from autopar.runtime.buckets import Grouped, sum_in_buckets, sum_rows_in_buckets
+from autopar.runtime.offload import in_host_memory, send_down
 from autopar.runtime.rows import gather_rows, own_rows, rows_of, start_sum_rows
 
 _NORM_PIECE, _MANY_PIECES = 1024, 16
@@ -51,7 +52,8 @@ class HeldParameter:
     besides (None where fully_shard does it or there are none); share: what one element counts in a sum over all ranks
     of the stage, 1 / (ranks that hold the same element of `stepped`), a number or a tensor that broadcasts; tied: it
     has a second copy on another stage; counted: False for that copy; aliases: its other names in the model;
-    tensor_parallel: how tensor parallelism cut it, None where it did not.
+    tensor_parallel: how tensor parallelism cut it, None where it did not; in_host_memory: whether `stepped`, a copy,
+    lies there with its gradient, while the parameter does not.
     """
 
     name: str
@@ -65,6 +67,7 @@ class HeldParameter:
     counted: bool = True
     aliases: tuple[str, ...] = ()
     tensor_parallel: TensorParallelCut | None = None
+    in_host_memory: bool = False
 
     @property
     def local_grad(self) -> Tensor | None:
@@ -88,7 +91,7 @@ def whole(entry: HeldParameter, tensor: Tensor) -> Tensor:
 
     A collective of the ranks that share the parameter.
     """
-    local = tensor.detach()
+    local = tensor.detach().to(entry.parameter.device)
     if entry.rows is not None:
         local = gather_rows(local, entry.parameter.shape[0], entry.rows)
     if isinstance(entry.parameter, DTensor) and not isinstance(local, DTensor):
@@ -152,9 +155,10 @@ def reduce_gradients(held: Sequence[HeldParameter]) -> None:
     In buckets, in one fixed order on all ranks: ZeRO-1 reduce-scatters, then replicas all-reduce, with HSDP the rows
     too. A trained parameter without a gradient on this rank takes part with zeros, so that no rank waits for another.
     """
+    found: dict[HeldParameter, Tensor] = {}
     for entry in held:
         if isinstance(entry.parameter, DTensor) and entry.parameter.grad is not None:
-            entry.stepped.grad, entry.parameter.grad = local_piece(entry.parameter.grad), None
+            found[entry], entry.parameter.grad = local_piece(entry.parameter.grad), None
     ours = [entry for entry in held if _ours(entry)]
     cut = [entry for entry in ours if entry.rows is not None]
     whole_grads: list[Grouped] = []
@@ -164,18 +168,24 @@ def reduce_gradients(held: Sequence[HeldParameter]) -> None:
         entry.parameter.grad = None
 
     def take(place: int, rows: Tensor) -> None:
-        cut[place].stepped.grad = rows
+        found[cut[place]] = rows
 
     sum_rows_in_buckets(whole_grads, take)
-    replicated: list[Grouped] = []
     for entry in ours:
-        grad = entry.local_grad if entry.rows is not None else _gradient(entry)
-        assert grad is not None
-        if entry.group is not None:
-            replicated.append((grad, entry.group))
-        if entry.stands_in and entry.rows is None:
-            entry.stepped.grad, entry.parameter.grad = grad, None
-    sum_in_buckets(replicated)
+        if entry.rows is None:
+            found[entry] = _gradient(entry)
+            if entry.stands_in:
+                entry.parameter.grad = None
+    sum_in_buckets([(found[entry], entry.group) for entry in ours if entry.group is not None])
+    away = [entry for entry in found if entry.in_host_memory]
+    send_down([found.pop(entry) for entry in away], lambda place, grad: _give(away[place], grad))
+    for entry, grad in found.items():
+        if entry.stands_in:
+            _give(entry, grad)
+
+
+def _give(entry: HeldParameter, grad: Tensor) -> None:
+    entry.stepped.grad = grad
 
 
 def reduce_added(entry: HeldParameter) -> None:
@@ -186,6 +196,8 @@ def reduce_added(entry: HeldParameter) -> None:
         work.wait()
     if entry.group is not None:
         dist.all_reduce(grad, group=entry.group)
+    if entry.in_host_memory:
+        grad = in_host_memory(grad)
     entry.stepped.grad = grad if entry.stepped.grad is None else entry.stepped.grad + grad
 
 
@@ -218,7 +230,7 @@ def gradient_norm(held: Sequence[HeldParameter]) -> Tensor:
         if grad is None or not entry.counted:
             continue
         if isinstance(entry.share, Tensor):
-            total += (grad.double().square() * entry.share).sum().cpu()
+            total += (grad.double().square() * entry.share.to(grad.device)).sum().cpu()
         else:
             alike[entry.share].append(grad)
     for share, grads in alike.items():

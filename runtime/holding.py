@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from autopar.plan import Plan
+from autopar.request import OFFLOADED
 from autopar.runtime.gradients import HeldParameter, TensorParallelCut
 from autopar.runtime.groups import RankGroups
 from autopar.runtime.precision import Masters
@@ -28,6 +29,7 @@ def held_parameters(
     mesh = plan.mesh
     found: list[HeldParameter] = []
     seen: set[int] = set()
+    away = plan.request.optimizer in OFFLOADED.values()
     across, last = plan.num_stages > 1, len(plan.strategies) - 1
     for body, layer in ((stage.body, layer) for stage in stages.values() for layer in stage.body.layers):
         structure = body.structure
@@ -52,7 +54,7 @@ def held_parameters(
                     name=name,
                     layer=layer,
                     parameter=parameter,
-                    stepped=stand_in(parameter, rows, master),
+                    stepped=stand_in(parameter, rows, master, away=away),
                     rows=rows,
                     group=groups.along(summed) if summed else None,
                     share=share,
@@ -60,6 +62,7 @@ def held_parameters(
                     counted=not (in_both and layer > 0),
                     aliases=tied.get(name, ()),
                     tensor_parallel=cut,
+                    in_host_memory=away and parameter.requires_grad,
                 )
             )
     return found

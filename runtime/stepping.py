@@ -3,8 +3,9 @@
 Under ZeRO a rank steps its own rows of a parameter only, as a plain tensor; the rows are a view of it, so that nothing
 is held twice, and torch's optimizers do not unwrap and wrap a DTensor in every operation. Under mixed precision it
 steps float32 masters, of which the parameter is a rounded copy. After `optimizer.step()` the other ranks' rows are
-gathered and the copies rounded. torch calls a function of ours around the step of every optimizer, so that the user's
-loop needs no call for it.
+gathered and the copies rounded. Where the plan offloads the optimizer, it steps copies in host memory, to which
+gradients go and from which parameters come. torch calls a function of ours around the step of every optimizer, so that
+the user's loop needs no call for it.
 """
 
 from __future__ import annotations
@@ -25,25 +26,29 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from autopar.errors import InputError
 from autopar.runtime.buckets import Grouped, gather_rows_in_buckets
 from autopar.runtime.gradients import HeldParameter, local_piece
+from autopar.runtime.offload import bring_up, in_host_memory
 from autopar.runtime.rows import own_rows
 
 
-def stand_in(parameter: nn.Parameter, rows: dist.ProcessGroup | None, master: Tensor | None) -> nn.Parameter:
+def stand_in(
+    parameter: nn.Parameter, rows: dist.ProcessGroup | None, master: Tensor | None, *, away: bool = False
+) -> nn.Parameter:
     """What the optimizer steps for a parameter: itself, its rows, its master, or the rows of that.
 
-    rows: the ranks over which ZeRO-1 cuts it; master: its float32 value under mixed precision (fully_shard holds it).
+    rows: the ranks over which ZeRO-1 cuts it; master: its float32 value under mixed precision (fully_shard holds it);
+    away: a copy of that in host memory.
     """
     if not parameter.requires_grad:
         return parameter
-    if isinstance(parameter, DTensor):
-        return nn.Parameter(local_piece(parameter.detach()))
-    if rows is None and master is None:
-        return parameter
-    if master is None:
-        assert rows is not None
-        return nn.Parameter(own_rows(parameter.data, rows))
-    parameter.grad_dtype = master.dtype
-    return nn.Parameter(master if rows is None else own_rows(master, rows).clone())
+    if master is not None:
+        parameter.grad_dtype = master.dtype
+    value = local_piece(parameter.detach()) if master is None else master
+    mine = value if rows is None else own_rows(value, rows)
+    if away:
+        return nn.Parameter(in_host_memory(mine))
+    if master is not None:
+        return nn.Parameter(mine if rows is None else mine.clone())
+    return parameter if rows is None and not isinstance(parameter, DTensor) else nn.Parameter(mine)
 
 
 def follow_steps(owner: object, held: Sequence[HeldParameter]) -> None:
@@ -80,15 +85,19 @@ def _stepped(optimizer: Optimizer) -> list[Tensor]:
 def refresh(held: Sequence[HeldParameter]) -> None:
     """Bring parameters up to date with what the optimizer stepped in their place; a collective of their ranks."""
     cut: list[Grouped] = []
+    away: list[tuple[Tensor, Tensor]] = []
     for entry in held:
         whole = local_piece(entry.parameter).detach()
         mine = whole if entry.rows is None else own_rows(whole, entry.rows)
-        if mine.data_ptr() != entry.stepped.data_ptr():
+        if entry.in_host_memory:
+            away.append((mine, entry.stepped.detach()))
+        elif mine.data_ptr() != entry.stepped.data_ptr():
             mine.copy_(entry.stepped)
             if mine.dtype == entry.stepped.dtype:
                 entry.stepped.data = mine  # somebody moved the model: rows are a view of it again
         if entry.rows is not None:
             cut.append((whole, entry.rows))
+    bring_up(away)
     gather_rows_in_buckets(cut)
 
 

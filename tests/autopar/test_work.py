@@ -11,8 +11,12 @@ from hypothesis import strategies as st
 from autopar.axes import Layout, RankMesh
 from autopar.cluster import ClusterSpec, UpdateCost, ZeroCost
 from autopar.measured import LayerCost
+from autopar.request import Optimizer
 from autopar.strategy import Strategy
 from autopar.work import (
+    ASSUMED_HOST_ACCESSES,
+    ASSUMED_HOST_BYTES_PER_S,
+    ASSUMED_HOST_MEMORY_BYTES_PER_S,
     ASSUMED_OPTIMIZER_ACCESSES,
     ASSUMED_OPTIMIZER_BYTES_PER_S,
     Work,
@@ -41,6 +45,8 @@ def _work(
     cost: LayerCost | None = None,
     cluster: ClusterSpec = FILE.cluster,
     shared_bytes: int = 0,
+    optimizer: Optimizer = "adamw",
+    dtype: str = "float32",
 ) -> Work:
     strategy = Strategy.parse(short)
     return layer_work(
@@ -50,7 +56,8 @@ def _work(
         cluster=cluster,
         links=FILE.links,
         samples=samples,
-        optimizer="adamw",
+        optimizer=optimizer,
+        dtype=dtype,
         shared_bytes=shared_bytes,
     )
 
@@ -101,6 +108,21 @@ def test_optimizer_time_is_cut_by_zero_only() -> None:
     whole = SIZE * ASSUMED_OPTIMIZER_ACCESSES["adamw"] / ASSUMED_OPTIMIZER_BYTES_PER_S["cpu"]
     assert _work("dp4").optimizer_s == pytest.approx(whole)
     assert _work("dp4-z3").optimizer_s == pytest.approx(whole / 4)
+
+
+@pytest.mark.parametrize(
+    ("short", "dtype", "down", "up"),
+    [("dp4", "float32", 1.0, 1.0), ("dp4-z1", "bfloat16", 0.5, 0.25), ("dp4-z3", "bfloat16", 0.5, 0.5)],
+)
+def test_an_offloaded_step_moves_gradients_down_and_parameters_up(
+    short: str, dtype: str, down: float, up: float
+) -> None:
+    """Of SIZE bytes in the plan's dtype: float32 gradients, and what the rank keeps (masters under ZeRO-3)."""
+    work = _work(short, optimizer="adamw-offloaded", dtype=dtype)
+    moved_s = SIZE * (down + up) / ASSUMED_HOST_BYTES_PER_S["cpu"]
+    stepping_s = SIZE * down * ASSUMED_HOST_ACCESSES["adamw"] / ASSUMED_HOST_MEMORY_BYTES_PER_S["cpu"]
+    assert work.optimizer_s == pytest.approx(moved_s + stepping_s)
+    assert work.origin == "assumed"
 
 
 def test_a_measured_end_of_a_step_counts_tensors_and_bytes() -> None:
