@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from autopar import roofline
 from autopar.axes import divisors
-from autopar.measured import Collective, LayerCost, LayerProfile, Line, TensorParallelCall
+from autopar.counts import SAMPLES, WORD_DEGREES, calls
+from autopar.measured import LayerCost, LayerProfile, Line
 from autopar.model import Attention, LayerKind, ModelSpec, Parameter
 from autopar.units import DTYPE_BYTES
 
@@ -71,13 +72,9 @@ class Architecture:
         return tuple(d for d in divisors(self.kv_heads) if d > 1 and self.ffn % d == 0)
 
 
-MOST_WORD_RANKS = 64
-"""Over how many ranks a vocabulary may be cut: any number would do, parts are padded."""
-
-
 def model_spec(arch: Architecture, *, dtype: str) -> ModelSpec:
     """The chain of this architecture with its parameter shapes in `dtype`."""
-    words = tuple(range(2, min(MOST_WORD_RANKS, arch.vocab) + 1))
+    words = tuple(degree for degree in WORD_DEGREES if degree <= arch.vocab)
     kinds = (
         LayerKind(
             name="embed",
@@ -156,10 +153,6 @@ def _head(arch: Architecture, dtype: str) -> tuple[Parameter, ...]:
     return (*_norm("norm", arch, dtype), *_linear("logits", arch.hidden, arch.vocab, dtype, False))
 
 
-SAMPLES = (1, 2, 4, 8, 16, 32)
-"""Local samples at which a profile from architecture numbers holds seconds; between them lies a line."""
-
-
 def layer_profile(
     arch: Architecture, machine: roofline.Machine, *, sequence: int, dtype: str = "bfloat16", device_name: str = ""
 ) -> LayerProfile:
@@ -232,7 +225,7 @@ def _block_cost(
         forward_peak_bytes=_per_token(0, saved + (8 if norms else 6) * h, sequence),
         backward_peak_bytes=_backward_peak(arch, saved, sequence, tp, norms),
         flops=_per_token(0, flops / tp, sequence),
-        calls=_calls(2 * h * sequence, norms) if tp > 1 else (),
+        calls=calls(((2 * h * sequence, 2 * h * sequence),) * 2, norms) if tp > 1 else (),
     )
 
 
@@ -261,18 +254,6 @@ def _backward_peak(arch: Architecture, saved: float, sequence: int, tp: int, nor
     first, last = (max(token * n * sequence + fixed for token, fixed in moments) for n in (SAMPLES[0], SAMPLES[-1]))
     slope = (last - first) / (SAMPLES[-1] - SAMPLES[0])
     return Line(fixed=first - slope * SAMPLES[0], per_sample=slope)
-
-
-def _calls(sample_bytes: float, norms: bool) -> tuple[TensorParallelCall, ...]:
-    """The collectives of one block: around attention and around the MLP, each way."""
-    size = Line(fixed=0.0, per_sample=sample_bytes)
-    names: tuple[Collective, ...] = ("all_gather", "reduce_scatter") * 2 if norms else ("all_reduce",) * 2
-    # The backward of a gathered input gathers it once more for its weight's gradient.
-    again: tuple[Collective, ...] = ("all_gather",) * 2 if norms else ()
-    return (
-        *(TensorParallelCall(collective=name, phase="forward", size_bytes=size) for name in names),
-        *(TensorParallelCall(collective=name, phase="backward", size_bytes=size) for name in (*names, *again)),
-    )
 
 
 def _head_cost(arch: Architecture, kind: LayerKind, machine: roofline.Machine, sequence: int) -> LayerCost:

@@ -221,7 +221,7 @@ def estimate(
     micro_batches: Annotated[int, typer.Option(min=1, help="Micro-batches of a step.")] = 1,
     schedule: Annotated[Schedule, typer.Option(help="Order of micro-batches through the pipeline.")] = "1f1b",
     stages_per_rank: Annotated[int | None, typer.Option(min=1, help="Stages of a rank (default: the fewest).")] = None,
-    seq: Annotated[int, typer.Option("--seq", min=1, max=1 << 24, help="Tokens of one sample.")] = 2048,
+    seq: Seq = None,
     allow_unrunnable: Annotated[
         bool, typer.Option("--allow-unrunnable", help="Also price what the runtime cannot run yet.")
     ] = False,

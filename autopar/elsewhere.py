@@ -4,6 +4,8 @@ Of one layer at `samples` local samples of T tokens, with the rates of autopar.r
 
     products   2 T N K of each of its matrices (N/tp), with the edge terms of small tiles; scaled to the traced FLOPs
                where those are fewer (a table that is only looked up)
+    experts    of parameters of three dimensions: the FLOPs that neither matrices nor heads explain, by so many rows
+               of each as make them up
     attention  the FLOPs that no matrix explains; half of them, the causal ones, at the rate of fused attention
     streams    STREAMED times the saved set
     forward    the larger of their sum and the launches;  backward  2 x products, 2.5 x attention, 1.5 x streams
@@ -18,17 +20,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autopar import roofline
+from autopar.counts import STREAMED
+from autopar.derived import core_flops
 from autopar.errors import InputError
 from autopar.measured import LayerCost, ModelFile
 from autopar.model import LayerKind
 from autopar.shipped import Device, machine
 from autopar.units import DTYPE_BYTES
-
-STREAMED = 1.3
-"""Assumed: bytes that the element-wise kernels of a forward move, for each byte that the layer keeps.
-
-Counted by autopar.roofline.streams_s over its counted saved set: 1.45 for a Llama block, 1.05 for one of GPT-2.
-"""
 
 
 def on_device(model: ModelFile, device: Device) -> ModelFile:
@@ -71,17 +69,14 @@ def seconds(
         if len(parameter.shape) == 2:
             n, k = parameter.shape
             products_flops += 2 * tokens * n * k / cost.tp
-            products_s += float(
-                roofline.product_s(
-                    tokens,
-                    k,
-                    n / cost.tp,
-                    flops_per_s=rates.product_flops_per_s * rates.product_share,
-                    edge=rates.product_edge,
-                    row_edge=rates.row_edge,
-                    misaligned=rates.misaligned,
-                )
-            )
+            products_s += _product_s(rates, tokens, k, n / cost.tp)
+    experts = [parameter.shape for parameter in kind.parameters if len(parameter.shape) == 3]
+    if experts and kind.attention is not None:
+        core = core_flops(kind.attention, sequence) * samples / cost.tp
+        expert_flops = max(0.0, flops - products_flops - core)
+        rows = expert_flops / sum(2 * e * n * k / cost.tp for e, n, k in experts)
+        products_flops += expert_flops
+        products_s += sum(e * _product_s(rates, max(rows, 1.0), k, n / cost.tp) for e, n, k in experts)
     if products_flops > flops:
         products_s, products_flops = products_s * flops / products_flops, flops
     rest_flops = flops - products_flops
@@ -96,3 +91,17 @@ def seconds(
     forward_s = roofline.smooth_max(products_s + attention_s + streams_s, launch_s)
     backward_s = rates.backward_ratio * products_s + 2.5 * attention_s + 1.5 * streams_s
     return float(forward_s), float(roofline.smooth_max(backward_s, 1.6 * launch_s))
+
+
+def _product_s(rates: roofline.Machine, rows: float, inner: float, outer: float) -> float:
+    return float(
+        roofline.product_s(
+            rows,
+            inner,
+            outer,
+            flops_per_s=rates.product_flops_per_s * rates.product_share,
+            edge=rates.product_edge,
+            row_edge=rates.row_edge,
+            misaligned=rates.misaligned,
+        )
+    )

@@ -13,9 +13,6 @@ from autopar.request import Request, Schedule
 from autopar.schedules import why_stages_illegal
 from autopar.strategy import Recompute, Strategy
 
-DEFAULT_SEQUENCE = 2048
-"""Tokens a sample of a shipped model, where nothing else is asked for."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Degrees:
@@ -58,7 +55,7 @@ def files(model: str, cluster: str, *, sequence: int | None = None) -> tuple[Mod
             fix="profile the model on that machine (`autopar profile model`), or name a shipped cluster",
         )
     machine, device = shipped.cluster(cluster)
-    return shipped.model(model, device, sequence=sequence or DEFAULT_SEQUENCE), machine
+    return shipped.model(model, device, sequence=sequence), machine
 
 
 def _is_file(text: str) -> bool:

@@ -137,23 +137,31 @@ def block_products_s(shape: Shape, machine: Machine) -> tuple[Number, Number]:
 
 
 def attention_s(shape: Shape, machine: Machine) -> tuple[Number, Number]:
-    """Seconds of attention itself, forward and backward.
-
-    Fused: half the products (causal), 2.5 times that backwards (it computes the scores again). Unfused: all products
-    at the efficiency of products of inner size head_dim, and `scores_passes` over the score matrix.
-    """
+    """Seconds of causal attention itself, forward and backward; see core_s."""
     s = shape
     flops = 4 * s.samples * s.sequence**2 * s.heads * s.head_dim / s.tp / s.cp
-    fused = 0.5 * flops / (machine.attention_flops_per_s * machine.attention_share)
     scores_bytes = 2 * s.samples * s.heads / s.tp * s.sequence**2 / s.cp
-    small = 1 + machine.head_edge * 0.5 * (1 / s.head_dim + 2 / s.sequence)
+    fused, plain = core_s(flops, scores_bytes, head_dim=s.head_dim, keys=s.sequence, machine=machine, causal=True)
+    forward, backward = (np.where(s.fused_attention > 0, f, p) for f, p in zip(fused, plain, strict=True))
+    return forward, backward
+
+
+def core_s(
+    flops: Number, scores_bytes: Number, *, head_dim: Number, keys: Number, machine: Machine, causal: bool
+) -> tuple[tuple[Number, Number], tuple[Number, Number]]:
+    """Seconds of the core attention, forward and backward: of a fused kernel, and of three plain ones.
+
+    flops: of both products, nothing masked. Fused: half of them where causal, 2.5 times that backwards (it computes
+    the scores again). Plain: all products at the efficiency of products of inner size head_dim, and `scores_passes`
+    over the score matrix of scores_bytes in 16 bits.
+    """
+    fused = (0.5 if causal else 1.0) * flops / (machine.attention_flops_per_s * machine.attention_share)
+    fused = fused * np.ceil(head_dim / FUSED_HEAD) * FUSED_HEAD / head_dim
+    small = 1 + machine.head_edge * 0.5 * (1 / head_dim + 2 / keys)
     products = flops / (machine.attention_flops_per_s * machine.head_share) * small
     passes = 0.5 * machine.scores_passes * scores_bytes / machine.memory_bytes_per_s
-    plain_loss = np.where(np.mod(s.head_dim, 8) > 0.5, 1 + machine.misaligned_heads, 1.0)
-    fused_loss = np.ceil(s.head_dim / FUSED_HEAD) * FUSED_HEAD / s.head_dim
-    forward = np.where(s.fused_attention > 0, fused * fused_loss, (products + passes) * plain_loss)
-    backward = np.where(s.fused_attention > 0, 2.5 * fused * fused_loss, (2 * products + passes) * plain_loss)
-    return forward, backward
+    loss = np.where(np.mod(head_dim, 8) > 0.5, 1 + machine.misaligned_heads, 1.0)
+    return (fused, 2.5 * fused), ((products + passes) * loss, (2 * products + passes) * loss)
 
 
 def streams_s(shape: Shape, machine: Machine) -> Number:

@@ -18,7 +18,9 @@ from typing import TypeVar
 from autopar import roofline
 from autopar.architectures import Architecture, layer_profile, model_spec
 from autopar.cluster import ClusterSpec
+from autopar.encoders import ImageEncoder, WordEncoder
 from autopar.errors import InputError
+from autopar.experts import Mixture
 from autopar.formats import from_plain, read_text
 from autopar.measured import (
     COLLECTIVES,
@@ -30,9 +32,17 @@ from autopar.measured import (
     ModelFile,
     Provenance,
 )
+from autopar.swin import WindowEncoder
+from autopar.t5 import EncoderDecoder
 from autopar.units import KIB
 
 T = TypeVar("T")
+
+SCHEMAS = {"architectures": 2, "devices": 1, "efficiencies": 1}
+"""The schema of each file of autopar.profiles."""
+
+DEFAULT_SEQUENCE = 2048
+"""Tokens a sample of a shipped model, where nothing else is asked for and it takes so many."""
 
 _CLUSTER = re.compile(r"([a-z0-9.-]+):(\d{1,5})x(\d{1,4})", re.ASCII)
 _SIZES = tuple(KIB << shift for shift in range(0, 25, 2))
@@ -100,13 +110,57 @@ class Named(Architecture):
 
 
 @dataclass(frozen=True, kw_only=True)
+class NamedMixture(Mixture):
+    """The same with experts."""
+
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedWordEncoder(WordEncoder):
+    """The same of an encoder of words."""
+
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedImageEncoder(ImageEncoder):
+    """The same of an encoder of images."""
+
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedWindowEncoder(WindowEncoder):
+    """The same of an encoder of images in windows."""
+
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedEncoderDecoder(EncoderDecoder):
+    """The same of an encoder with a decoder."""
+
+    source: str
+
+
+Counted = NamedMixture | NamedWordEncoder | NamedImageEncoder | NamedWindowEncoder | NamedEncoderDecoder
+"""A shipped model that is no plain decoder."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Architectures:
     architectures: tuple[Named, ...]
+    mixtures: tuple[NamedMixture, ...]
+    word_encoders: tuple[NamedWordEncoder, ...]
+    encoder_decoders: tuple[NamedEncoderDecoder, ...]
+    image_encoders: tuple[NamedImageEncoder, ...]
+    window_encoders: tuple[NamedWindowEncoder, ...]
 
 
 def _read(name: str, kind: type[T]) -> T:
     text = resources.files("autopar.profiles").joinpath(f"{name}.json").read_text(encoding="utf-8")
-    return from_plain(kind, read_text(text, f"{name}.json", f"autopar.{name}", 1), name)
+    return from_plain(kind, read_text(text, f"{name}.json", f"autopar.{name}", SCHEMAS[name]), name)
 
 
 @lru_cache(maxsize=1)
@@ -121,9 +175,10 @@ def device_named(name: str) -> Device:
 
 
 @lru_cache(maxsize=1)
-def architectures() -> dict[str, Named]:
+def architectures() -> dict[str, Named | Counted]:
     """All shipped models by name."""
-    return {arch.name: arch for arch in _read("architectures", _Architectures).architectures}
+    read = _read("architectures", _Architectures)
+    return {arch.name: arch for f in fields(_Architectures) for arch in getattr(read, f.name)}
 
 
 @lru_cache(maxsize=1)
@@ -161,20 +216,42 @@ def cluster(text: str) -> tuple[ClusterFile, Device]:
     return ClusterFile(cluster=spec, links=_links(device, nodes, per_node), provenance=_provenance(device)), device
 
 
-def model(name: str, device: Device, *, sequence: int) -> ModelFile:
-    """The shipped model of this name with the seconds of its layers on `device`; InputError for an unknown one."""
+def model(name: str, device: Device, *, sequence: int | None = None) -> ModelFile:
+    """The shipped model of this name with the seconds of its layers on `device`; InputError for an unknown one.
+
+    sequence: tokens a sample, of an encoder-decoder those of its encoder; None for DEFAULT_SEQUENCE, or what it takes.
+    """
     arch = _find(architectures(), name, "model")
-    if arch.positions and sequence > arch.positions:
-        raise InputError(
-            f"{name} has no {sequence} positions", why=f"it has {arch.positions}", fix=f"--seq {arch.positions}"
-        )
-    plain = Architecture(**{f.name: getattr(arch, f.name) for f in fields(Architecture)})
-    layers = layer_profile(plain, machine(device), sequence=sequence, device_name=device.name)
+    tokens = _sequence(arch, sequence)
+    if isinstance(arch, Architecture):
+        plain = Architecture(**{f.name: getattr(arch, f.name) for f in fields(Architecture)})
+        spec = model_spec(plain, dtype="bfloat16")
+        layers = layer_profile(plain, machine(device), sequence=tokens, device_name=device.name)
+    else:
+        spec = arch.spec("bfloat16")
+        layers = arch.profile(machine(device), sequence=tokens, device_name=device.name)
     return ModelFile(
-        model=model_spec(plain, dtype="bfloat16"),
+        model=spec,
         layers=replace(layers, costs=tuple(replace(cost, origin="fitted") for cost in layers.costs)),
         provenance=_provenance(device),
     )
+
+
+def _sequence(arch: Named | Counted, asked: int | None) -> int:
+    """The tokens of a sample; InputError for more than there are positions, or other than an image has."""
+    longest = arch.positions if isinstance(arch, Architecture) else arch.longest
+    if isinstance(arch, ImageEncoder | WindowEncoder):
+        if asked not in (None, longest):
+            raise InputError(
+                f"{arch.name} has no samples of {asked} tokens",
+                why=f"an image of {arch.image} x {arch.image} is {longest}",
+                fix="leave --seq out",
+            )
+        return longest
+    tokens = asked or min(DEFAULT_SEQUENCE, longest or DEFAULT_SEQUENCE)
+    if longest and tokens > longest:
+        raise InputError(f"{arch.name} has no {tokens} positions", why=f"it has {longest}", fix=f"--seq {longest}")
+    return tokens
 
 
 def machine(device: Device) -> roofline.Machine:

@@ -14,6 +14,7 @@ from autopar.measured import Line
 from autopar.runtime.tracker import LiveBytes, storage_bytes, storage_key, tensors_of
 
 _CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_GROUPED_PRODUCT = torch.ops.aten._grouped_mm
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -120,7 +121,8 @@ def _saved(call: LayerCall) -> tuple[int, int]:
         return tensor.detach()
 
     weight = torch.zeros((), device=next(call.module.parameters()).device, requires_grad=True)
-    counter = FlopCounterMode(display=False, custom_mapping={_CPU_ATTENTION: _attention_flops})
+    missing = {_CPU_ATTENTION: _attention_flops, _GROUPED_PRODUCT: _grouped_flops}
+    counter = FlopCounterMode(display=False, custom_mapping=missing)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), counter:
         output = run_inside_model(call, weight)
     del output
@@ -130,6 +132,11 @@ def _saved(call: LayerCall) -> tuple[int, int]:
 def _attention_flops(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
     """Torch counts every kernel of attention but this one; like it, the masked half is counted."""
     return int(sdpa_flop_count(query, key, value))
+
+
+def _grouped_flops(rows: Any, matrices: Any, *args: Any, **kwargs: Any) -> int:
+    """Each row meets one matrix of the group (rows x inner, groups x inner x outer), which torch does not count."""
+    return int(2 * rows[-2] * matrices[-2] * matrices[-1])
 
 
 class _Activation(torch.autograd.Function):
