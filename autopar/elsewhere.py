@@ -41,7 +41,7 @@ def on_device(model: ModelFile, device: Device) -> ModelFile:
         times = [seconds(cost, kinds[cost.kind], n, model.layers.sequence, machine(device)) for n in cost.samples]
         forward_s, backward_s = zip(*times, strict=True)
         costs.append(replace(cost, forward_s=forward_s, backward_s=backward_s, origin="assumed"))
-    layers = replace(model.layers, device="cuda", device_name=device.name, processes=1, costs=tuple(costs))
+    layers = replace(model.layers, device=device.kind, device_name=device.name, processes=1, costs=tuple(costs))
     return replace(model, layers=layers)
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from importlib import resources
 from math import log2
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from autopar import roofline
 from autopar.architectures import Architecture, layer_profile, model_spec
@@ -30,6 +30,7 @@ from autopar.measured import (
     LinkCurve,
     LinkProfile,
     ModelFile,
+    Origin,
     Provenance,
 )
 from autopar.swin import WindowEncoder
@@ -50,15 +51,18 @@ _SIZES = tuple(KIB << shift for shift in range(0, 25, 2))
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """A number, the address that states it, and how it follows from what is stated there."""
+    """A number, the address that states it, and how it follows from what is stated there.
+
+    source: `https://...`, or `measured DATE: COMMAND` for a command of this repository.
+    """
 
     value: float
     source: str
     note: str = ""
 
     def __post_init__(self) -> None:
-        if not self.value > 0 or not self.source.startswith("https://"):
-            raise ValueError(f"a figure is positive and has its source's address, not {self.value} of {self.source!r}")
+        if not self.value > 0 or not self.source.startswith(("https://", "measured ")):
+            raise ValueError(f"a figure is positive and has its source, not {self.value} of {self.source!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,10 +70,12 @@ class Device:
     """A device as its maker states it, and whose published runs say how much of it is reached (fitted_as).
 
     tensor_flops_per_s: dense, 16 bits; link_bytes_per_s: to its neighbours in the node, one direction;
-    node_network_bytes_per_s: of all cards of a node of ranks_per_node, None where no common machine has one.
+    node_network_bytes_per_s: of all cards of a node of ranks_per_node, None where no common machine has one. A CPU is
+    one core.
     """
 
     name: str
+    kind: Literal["cpu", "cuda"] = "cuda"
     fitted_as: str
     tensor_flops_per_s: Figure
     fp8_flops_per_s: Figure | None
@@ -82,7 +88,10 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True)
 class Efficiencies:
-    """What was fitted for one class of GPU: on how many runs of which sources, and the median error left."""
+    """What was fitted for one class of devices: on how many runs of which sources, and the median error left.
+
+    assumed: the coefficients that nothing was fitted or measured for, where there are no runs.
+    """
 
     gpu: str
     runs: int
@@ -90,6 +99,7 @@ class Efficiencies:
     median_error_percent: float
     command: str
     coefficients: dict[str, float]
+    assumed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,7 +217,7 @@ def cluster(text: str) -> tuple[ClusterFile, Device]:
         )
     spec = ClusterSpec(
         name=text,
-        device="cuda",
+        device=device.kind,
         device_name=name,
         world_size=nodes * per_node,
         ranks_per_node=per_node,
@@ -230,9 +240,11 @@ def model(name: str, device: Device, *, sequence: int | None = None) -> ModelFil
     else:
         spec = arch.spec("bfloat16")
         layers = arch.profile(machine(device), sequence=tokens, device_name=device.name)
+    origin: Origin = "fitted" if efficiencies()[device.fitted_as].runs else "assumed"
+    costs = tuple(replace(cost, origin=origin) for cost in layers.costs)
     return ModelFile(
         model=spec,
-        layers=replace(layers, costs=tuple(replace(cost, origin="fitted") for cost in layers.costs)),
+        layers=replace(layers, device=device.kind, costs=costs),
         provenance=_provenance(device),
     )
 
@@ -291,7 +303,11 @@ def _links(device: Device, nodes: int, per_node: int) -> LinkProfile:
         rate = device.node_network_bytes_per_s.value * share * c["network_share"]
         shape = GroupShape(ranks=2 * per_node, nodes=2)
         curves += [_curve(name, shape, rate, c["network_alpha_s"]) for name in COLLECTIVES]
-    return LinkProfile(curves=tuple(curves), overlap_slowdown=1 + c["contention"], overlap_origin="fitted")
+    fitted = bool(efficiencies()[device.fitted_as].runs)
+    slowdown = 1 + c["contention"]
+    return LinkProfile(
+        curves=tuple(curves), overlap_slowdown=slowdown, overlap_origin="fitted" if fitted else "assumed"
+    )
 
 
 def _curve(collective: Collective, shape: GroupShape, rate: float, alpha_s: float) -> LinkCurve:
@@ -307,8 +323,9 @@ def _curve(collective: Collective, shape: GroupShape, rate: float, alpha_s: floa
 
 def _provenance(device: Device) -> Provenance:
     fitted = efficiencies()[device.fitted_as]
+    machine = f"{device.name} by its maker's figures, efficiencies of {fitted.runs} {fitted.gpu} runs"
     return Provenance(
-        machine=f"{device.name} by its maker's figures, efficiencies of {fitted.runs} {fitted.gpu} runs",
+        machine=machine if fitted.runs else f"{device.name}: {device.tensor_flops_per_s.note}",
         date="",
         command=fitted.command,
         versions={},

@@ -24,7 +24,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from autopar.formats import dumps
-from autopar.shipped import Efficiencies
+from autopar.shipped import Efficiencies, efficiencies
 from tests.bench.fidelity_lib import judging
 from tests.bench.fidelity_lib.cases import COMPOSED, Case
 from tests.bench.fidelity_lib.fitting import fit
@@ -243,8 +243,8 @@ def print_worst(cases: Sequence[Case], predicted: Array, count: int) -> None:
 
 
 def saved(classes: dict[str, Class]) -> str:
-    """The text of profiles/efficiencies.json: the fit over all measured runs of each class."""
-    found = []
+    """The text of profiles/efficiencies.json: the fit over all measured runs of each class; the others as they are."""
+    found = [each for gpu, each in efficiencies().items() if gpu not in classes]
     for gpu, one in classes.items():
         index = [i for i in range(one.count) if one.cases[i].source not in COMPOSED]
         coefficients, own = one.fit(index), [one.cases[i] for i in index]
@@ -258,6 +258,7 @@ def saved(classes: dict[str, Class]) -> str:
                 coefficients={name: float(f"{value:.4g}") for name, value in coefficients.items()},
             )
         )
+    found.sort(key=lambda each: (each.runs == 0, each.gpu))
     return dumps("autopar.efficiencies", 1, {"efficiencies": tuple(found)})
 
 
