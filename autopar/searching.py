@@ -268,11 +268,16 @@ def _propose(pool: _Pool, tell: Progress, deadline: float | None, stop: Callable
         return int(min(FORBIDDEN, pool.best_ns(place) * (1 + CLOSE)))
 
     def refine(places: Sequence[int], memory: Memory, limit_ns: Callable[[int], int]) -> None:
-        asked = {place: made.table(memory, place) for place in places}
-        for _ in range(ROUNDS):
-            asked = asked and ask([*asked], [*asked.values()], limits_ns=[limit_ns(place) for place in asked])
+        asked = {place: made.table(memory, place) for place in places if place not in barren}
+        for turn in range(ROUNDS):
+            now, known = asked, len(bounds)
+            asked = now and ask([*now], [*now.values()], limits_ns=[limit_ns(place) for place in now])
+            if turn == 0 and len(bounds) == known:
+                # Limits only fall, and what the estimate does not hold the bound from above does not either.
+                barren.update(now)
 
     bounds: list[int] = []
+    barren: set[int] = set()
     bound_ns = 0
     try:
         asked = ask(range(len(made.cuts)), made.lower, floors_ns=made.floors_ns)
