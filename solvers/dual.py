@@ -90,11 +90,12 @@ def bound(segment: Segment, below_ns: int) -> Dual:
         fast = fast.mixed(cut, ~inside & ~on_line)
         if on_line.all():
             break
+    bounds = np.ceil(lower - 0.01).astype(np.int64)
     for index in range(len(keep)):
-        for time_ns, path in walk.crossings(fast, lean, index):
+        # No choice under a threshold is below its bound.
+        for time_ns, path in walk.crossings(fast, lean, index) if bounds[index] < best_ns else ():
             if time_ns < best_ns:
                 best_ns, best_path = time_ns, path
-    bounds = np.ceil(lower - 0.01).astype(np.int64)
     open_ = bounds < best_ns
     return Dual(
         thresholds=thresholds[keep][open_],

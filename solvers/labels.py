@@ -117,17 +117,19 @@ class _Search:
 
     def _backward(self, weight: Float, least: Int) -> tuple[Float, Int]:
         """[L, R, C] time + price * memory and [L, C] memory that the layers after each need at least, by group."""
+        # Memory is one more row, whose steps cost nothing: below 2^50, exact in float64.
         segment = self.segment
-        steps = np.where(segment.steps >= FORBIDDEN, np.inf, segment.steps)
-        closed = np.where(segment.steps >= FORBIDDEN, FORBIDDEN, 0)
-        ahead, memory = [np.zeros(weight.shape[::2])], [np.zeros(least.shape[1], dtype=np.int64)]
+        closed = segment.steps >= FORBIDDEN
+        rows = [np.where(closed, np.inf, segment.steps)] * len(weight) + [np.where(closed, np.inf, 0.0)]
+        steps = np.stack(rows, axis=1)
+        costs = np.concatenate([weight, np.where(least >= FORBIDDEN, np.inf, least)[None]]).transpose(1, 0, 2)
+        ahead = [np.zeros(costs.shape[1:])]
         for layer in range(len(segment.order) - 1, 0, -1):
-            kind, step = segment.order[layer], segment.step_order[layer]
-            cost = weight[:, kind] + ahead[-1]
-            ahead.append((steps[step][None] + cost[:, None, :]).min(axis=2))
-            need = np.minimum(least[kind] + memory[-1], FORBIDDEN)
-            memory.append(np.minimum((closed[step] + need[None, :]).min(axis=1), FORBIDDEN))
-        return np.stack(ahead[::-1]), np.stack(memory[::-1])
+            cost = costs[segment.order[layer]] + ahead[-1]
+            ahead.append((steps[segment.step_order[layer]] + cost[:, None, :]).min(axis=2))
+        found = np.stack(ahead[::-1])
+        memory = found[:, -1]
+        return found[:, :-1], np.where(np.isinf(memory), FORBIDDEN, memory).astype(np.int64)
 
     def regret(self, layer: int) -> Int:
         """[C, C]: the most that starting in the first group can cost more than in the second, from this layer on."""
@@ -162,6 +164,8 @@ class _Search:
         if segment.compiled:
             return self._run_compiled(below, limits, most)
         main = max(0, len(prices) - 2)
+        others = [row for row in range(len(prices)) if row != main]
+        price, limit, ahead = prices[others, None], limits[others, None], self.ahead[:, others]
         history: list[tuple[Int, Int]] = []
         memory = time = group = np.zeros(1, dtype=np.int64)
         for layer, kind in enumerate(segment.order):
@@ -177,11 +181,7 @@ class _Search:
             ok &= new_t + prices[main] * new_m + self.ahead[layer][main, g] <= limits[main]
             parent, option = np.nonzero(ok)
             memory, time, group = new_m[ok], new_t[ok], g[option]
-            left = np.ones(len(parent), dtype=bool)
-            for row, value in enumerate(prices):
-                if row != main:
-                    left &= time + value * memory + self.ahead[layer][row, group] <= limits[row]
-            order = np.flatnonzero(left)
+            order = np.flatnonzero((time + price * memory + ahead[layer][:, group] <= limit).all(axis=0))
             if not order.size:
                 return None
             order = order[np.lexsort((time[order], memory[order]))]
