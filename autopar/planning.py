@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from autopar.batch_choice import search_batches
@@ -12,9 +13,9 @@ from autopar.estimating import files
 from autopar.formats import read_kind
 from autopar.measured import MODEL_KIND, ClusterFile, ModelFile
 from autopar.plan import Plan
-from autopar.request import SCHEDULES, Forbid, Pin, Request, Schedule
+from autopar.request import SCHEDULES, Forbid, Optimizer, Pin, Request, Schedule
 from autopar.shipped import devices
-from autopar.units import parse_bytes
+from autopar.units import dtype_name, parse_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -31,6 +32,8 @@ def search(
     global_batch: int | Sequence[int],
     sequence: int | None = None,
     memory: int | str | None = None,
+    dtype: str | None = None,
+    optimizer: Optimizer = "adamw",
     pp: Sequence[int] = (),
     micro_batches: Sequence[int] = (),
     micro_batch_sizes: Sequence[int] = (),
@@ -38,7 +41,10 @@ def search(
     pins: Sequence[str] = (),
     forbids: Sequence[str] = (),
     max_strategies: int | None = None,
+    tp_across_nodes: bool = False,
     allow_unrunnable: bool = False,
+    verify: bool = False,
+    time_limit_s: float | None = None,
     example: Mapping[str, Tensor] | None = None,
     loss: LossFunction | None = None,
 ) -> Plan:
@@ -48,12 +54,16 @@ def search(
     `profile cluster` measured, "local", which measures this machine now, or a shipped one ("h100-80g:8x8", with a
     shipped model or a file); global_batch: samples of one step over all ranks, or several, of which the one with the
     most samples a second is planned; sequence: tokens a sample (default: of the profile, of the example, or 2048);
-    memory: budget of one rank in bytes or as `24GiB`; pp: the allowed numbers of stages (empty: all); micro_batches:
-    how many are allowed; micro_batch_sizes: how many samples each may have; schedules: the allowed ones; pins: such as
+    memory: budget of one rank in bytes or as `24GiB`; dtype: such as `bf16` (default: of the profile, or float32);
+    optimizer: what steps the parameters; pp: the allowed numbers of stages (empty: all); micro_batches: how many are
+    allowed; micro_batch_sizes: how many samples each may have; schedules: the allowed ones; pins: such as
     "0-3: dp4-z3"; forbids: such as "*: tp4"; max_strategies: at most so many different ones over the blocks;
-    allow_unrunnable: also what cannot run yet; example, loss: as in `autopar.parallelize`, for an nn.Module.
-    Raises InputError, InfeasibleError when nothing fits, RunError when a measurement fails.
+    tp_across_nodes: let tp groups leave a node; allow_unrunnable: also what cannot run yet; verify: let two other
+    solvers check the bound; time_limit_s: of the search, measurements aside, after which the plan is the best so far,
+    with its gap; example, loss: as in `autopar.parallelize`, for an nn.Module.
+    Raises InputError, InfeasibleError when nothing fits, RunError when a measurement fails or the time is too short.
     """
+    name = None if dtype is None else dtype_name(dtype)
     if isinstance(cluster, str) and cluster.partition(":")[0] in devices():
         if not isinstance(model, str | os.PathLike):
             raise InputError(
@@ -64,13 +74,14 @@ def search(
         model_file, cluster_file = files(os.fspath(model), cluster, sequence=sequence)
     else:
         cluster_file = _cluster(cluster)
-        model_file = _model(model, cluster_file, sequence, example, loss)
+        model_file = _model(model, cluster_file, sequence, name or "float32", example, loss)
     batches = (global_batch,) if isinstance(global_batch, int) else tuple(global_batch)
     try:
         request = Request(
             global_batch=min(batches, default=0),
             sequence=sequence or model_file.layers.sequence,
-            dtype=model_file.layers.dtype,
+            dtype=name or model_file.layers.dtype,
+            optimizer=optimizer,
             memory_bytes=parse_bytes(memory) if isinstance(memory, str) else memory,
             pp=tuple(pp),
             num_micro_batches=tuple(micro_batches),
@@ -78,11 +89,20 @@ def search(
             pins=tuple(Pin.parse(pin) for pin in pins),
             forbids=tuple(Forbid.parse(ban) for ban in forbids),
             max_strategies=max_strategies,
+            tp_across_nodes=tp_across_nodes,
             allow_unrunnable=allow_unrunnable,
         )
     except ValueError as error:
-        raise InputError("the request is not acceptable", why=str(error), fix="give a number of at least 1") from None
-    return search_batches(model_file, cluster_file, request, batches, micro_batch_sizes=micro_batch_sizes)[0]
+        raise InputError("the request is not acceptable", why=str(error), fix="give what is asked for there") from None
+    return search_batches(
+        model_file,
+        cluster_file,
+        request,
+        batches,
+        micro_batch_sizes=micro_batch_sizes,
+        deadline=None if time_limit_s is None else monotonic() + time_limit_s,
+        verify=verify,
+    )[0]
 
 
 def _cluster(cluster: ClusterFile | Path) -> ClusterFile:
@@ -99,6 +119,7 @@ def _model(
     model: nn.Module | ModelFile | Path,
     cluster: ClusterFile,
     sequence: int | None,
+    dtype: str,
     example: Mapping[str, Tensor] | None,
     loss: LossFunction | None,
 ) -> ModelFile:
@@ -111,6 +132,7 @@ def _model(
     return profile(
         model,
         sequence=sequence or _tokens(example) or 2048,
+        dtype=dtype,
         nproc=cluster.cluster.world_size,
         device=cluster.cluster.device,
         example=example,

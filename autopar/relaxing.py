@@ -9,7 +9,7 @@ from autopar.errors import InfeasibleError, InputError, RunError
 from autopar.finalists import peak_bytes, step_s
 from autopar.measured import ClusterFile, LayerCost, Line, ModelFile
 from autopar.plan import Plan
-from autopar.request import OFFLOADED, Forbid, Pin, Request
+from autopar.request import OFFLOADED, SCHEDULES, Forbid, Pin, Request, Schedule
 from autopar.searching import Progress, SearchResult, search_files
 from autopar.solvers.conflict import irreducible
 from autopar.solvers.pipeline import halting
@@ -17,7 +17,7 @@ from autopar.units import KIB, MIB, format_bytes, format_seconds
 from autopar.work import ASSUMED_HOST_BYTES_PER_S
 
 Asked = tuple[ModelFile, ClusterFile, Request]
-Demand = tuple[str, Pin | Forbid | tuple[int, ...]]
+Demand = tuple[str, Pin | Forbid | tuple[int, ...] | tuple[Schedule, ...]]
 """The name of an option and its value."""
 
 
@@ -115,7 +115,7 @@ def relaxations(
         if plan is not None:
             yield Relaxation(change=f"--memory {shown}", plan=plan)
     demands = _demands(request)
-    for kind in ("micro-batches", "pp", "forbid", "pin"):
+    for kind in ("micro-batches", "pp", "schedule", "max-strategies", "forbid", "pin"):
         left = tuple(demand for demand in demands if demand[0] != kind)
         if len(left) < len(demands):
             plan = _plan((model_file, cluster_file, _with(request, left)), stop)
@@ -189,18 +189,23 @@ def _demands(request: Request) -> tuple[Demand, ...]:
     found += [("forbid", ban) for ban in request.forbids]
     found += [("pp", request.pp)] if request.pp else []
     found += [("micro-batches", request.num_micro_batches)] if request.num_micro_batches else []
+    found += [("schedule", request.schedules)] if not set(SCHEDULES) <= set(request.schedules) else []
+    found += [("max-strategies", (request.max_strategies,))] if request.max_strategies is not None else []
     return tuple(found)
 
 
 def _with(request: Request, demands: tuple[Demand, ...]) -> Request:
     """The request with these options only."""
-    numbers = {name: value for name, value in demands if isinstance(value, tuple)}
+    kept = {name for name, _ in demands}
+    every = tuple(dict.fromkeys((*SCHEDULES, *request.schedules)))
     return replace(
         request,
         pins=tuple(value for _, value in demands if isinstance(value, Pin)),
         forbids=tuple(value for _, value in demands if isinstance(value, Forbid)),
-        pp=numbers.get("pp", ()),
-        num_micro_batches=numbers.get("micro-batches", ()),
+        pp=request.pp if "pp" in kept else (),
+        num_micro_batches=request.num_micro_batches if "micro-batches" in kept else (),
+        schedules=request.schedules if "schedule" in kept else every,
+        max_strategies=request.max_strategies if "max-strategies" in kept else None,
     )
 
 
@@ -214,6 +219,11 @@ def _difference(request: Request, plan: Plan) -> str:
     found = [f"{plan.num_micro_batches} micro-batches", f"{plan.pp} stages"]
     if any(strategy.recompute != "none" for strategy in plan.strategies):
         found.append("with recompute")
+    if plan.schedule not in request.schedules:
+        found.append(plan.schedule)
+    different = len(set(plan.strategies[1:-1]))
+    if request.max_strategies is not None and different > request.max_strategies:
+        found.append(f"{different} strategies in blocks")
     return ", ".join(found)
 
 

@@ -143,5 +143,9 @@ class Request:
         for field in ("pp", "num_micro_batches"):
             if any(value < 1 for value in getattr(self, field)):
                 raise ValueError(f"Request.{field} must be >= 1, not {getattr(self, field)}")
+        if self.optimizer not in get_args(Optimizer):
+            raise ValueError(
+                f"Request.optimizer must be one of {', '.join(get_args(Optimizer))}, not {self.optimizer!r}"
+            )
         if not self.schedules or not set(self.schedules) <= set(get_args(Schedule)):
             raise ValueError(f"Request.schedules must name some of {', '.join(get_args(Schedule))}")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import autopar
 from autopar.plan import Plan
 from tests.command_line import SEARCH, Run, refused
 
@@ -35,6 +36,21 @@ def test_a_verified_search_with_bans_and_limits_records_them(here: Run, folder: 
     limited = here((*SEARCH, "16", "--max-strategies", "1", "--memory", "24MB"))
     assert limited.returncode == 0, limited.stderr
     assert len(set(Plan.load(folder / "out.json").strategies[1:-1])) == 1
+
+
+def test_one_call_in_python_has_what_the_command_has(here: Run, folder: Path) -> None:
+    options = ("--memory", "24MB", "--dtype", "fp32", "--optimizer", "sgd-momentum", "--tp-across-nodes", "--verify")
+    done = here((*SEARCH, "16", *options, "--time-limit", "600", "--json"))
+    assert done.returncode == 0, done.stderr
+    plan = autopar.search(
+        "model.json", cluster="cluster.json", global_batch=16, memory="24MB", dtype="fp32", optimizer="sgd-momentum",
+        tp_across_nodes=True, verify=True, time_limit_s=600.0,
+    )  # fmt: skip
+    assert plan.dumps().strip() == done.stdout.strip()
+    assert plan.request.optimizer == "sgd-momentum"
+    assert plan.request.tp_across_nodes
+    assert plan.certificate is not None
+    assert plan.certificate.verified_by
 
 
 def test_a_plan_that_cannot_run_yet_says_so_and_is_refused(here: Run, folder: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import autopar
-from autopar.errors import InputError
+from autopar.errors import InputError, RunError
 from autopar.formats import read_kind
 from autopar.request import Request
 from autopar.searching import search_files
@@ -30,10 +30,22 @@ def test_one_call_gives_the_plan_of_the_files(tmp_path: Path) -> None:
     assert {strategy.short for strategy in pinned.strategies[1:-1]} == {"tp4"}
 
 
+def test_limits_of_one_call() -> None:
+    model_file, cluster_file = measured()
+    with pytest.raises(InputError, match="dtype"):
+        autopar.search(model_file, cluster=cluster_file, global_batch=16, dtype="bf16")
+    with pytest.raises(RunError, match="stopped before"):
+        autopar.search(model_file, cluster=cluster_file, global_batch=16, time_limit_s=0.0)
+
+
 def test_wrong_input_is_named() -> None:
     model_file, cluster_file = measured()
     with pytest.raises(InputError, match="the request is not acceptable"):
         autopar.search(model_file, cluster=cluster_file, global_batch=0)
+    with pytest.raises(InputError, match="not acceptable"):
+        autopar.search(model_file, cluster=cluster_file, global_batch=16, optimizer="adam")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="not a dtype"):
+        autopar.search(model_file, cluster=cluster_file, global_batch=16, dtype="bf17")
     with pytest.raises(InputError, match="does not exist"):
         autopar.search(model_file, cluster="none.json", global_batch=16)
     with pytest.raises(InputError, match="does not exist"):

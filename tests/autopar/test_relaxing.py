@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from itertools import islice
+from typing import Any
 
 import pytest
 
 from autopar.errors import InfeasibleError
-from autopar.measured import LayerCost, Line
+from autopar.measured import ClusterFile, LayerCost, Line, ModelFile
 from autopar.plan import Plan, Prediction
 from autopar.predict import predict
-from autopar.relaxing import _shortened, relaxations
-from autopar.request import Request
+from autopar.relaxing import Demand, _shortened, conflicting, explained, relaxations
+from autopar.request import SCHEDULES, Pin, Request
 from autopar.searching import search_files
 from autopar.units import MIB
 from autopar.work import ASSUMED_HOST_ACCESSES, ASSUMED_HOST_BYTES_PER_S, ASSUMED_HOST_MEMORY_BYTES_PER_S
+from tests import pricing
 from tests.bench import whole_search
+from tests.pricing import cluster_file, model_file
 
 
 def _predicted(plan: object) -> Prediction:
@@ -70,3 +74,50 @@ def test_a_shorter_sequence_has_fewer_bytes_on_every_line() -> None:
         for name in names:
             one, other = getattr(before, name), getattr(after, name)
             assert (other.fixed, other.per_sample) == (one.fixed, one.per_sample / 2), name
+
+
+def _fits(files: tuple[ModelFile, ClusterFile], request: Request) -> bool:
+    try:
+        search_files(*files, request)
+    except InfeasibleError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("narrow", "wanted"),
+    [
+        ({"pp": (2,), "num_micro_batches": (8,), "schedules": ("gpipe",)}, {"pp", "micro-batches", "schedule"}),
+        ({"pins": ("0: dp4", "1: dp4-z3"), "max_strategies": 1}, {"pin", "max-strategies"}),
+    ],
+)
+def test_schedules_and_the_number_of_strategies_are_in_the_conflict(narrow: dict[str, Any], wanted: set[str]) -> None:
+    files = model_file(words_tp=(), attention=None), cluster_file()
+    narrow = {**narrow, "pins": tuple(map(Pin.parse, narrow.get("pins", ())))}
+    asked = pricing.request(16, memory_bytes=1_300_000 if narrow.get("pp") else 4_000_000, **narrow)
+    with pytest.raises(InfeasibleError) as caught:
+        search_files(*files, asked)
+    named = conflicting(*files, asked)
+    assert {name for name, _ in named} <= wanted
+    assert {"schedule", "max-strategies"} & {name for name, _ in named}
+
+    def only(demands: Sequence[Demand]) -> Request:
+        kept = dict(demands)
+        return replace(
+            asked,
+            pp=asked.pp if "pp" in kept else (),
+            num_micro_batches=asked.num_micro_batches if "micro-batches" in kept else (),
+            schedules=asked.schedules if "schedule" in kept else SCHEDULES,
+            max_strategies=asked.max_strategies if "max-strategies" in kept else None,
+            pins=tuple(pin for name, pin in demands if isinstance(pin, Pin)),
+        )
+
+    assert not _fits(files, only(named))
+    for place in range(len(named)):
+        assert _fits(files, only(named[:place] + named[place + 1 :]))
+    found = {one.change: one for one in relaxations(caught.value, *files, asked)}
+    for name in ("schedule", "max-strategies"):
+        if name in {one for one, _ in named}:
+            assert found[f"without --{name}"].fits
+    words = str(explained(caught.value, *files, asked))
+    assert "--schedule gpipe" in words or "--max-strategies 1" in words
