@@ -12,7 +12,7 @@ from autopar.comm import seconds, shape_of
 from autopar.derived import local_cost
 from autopar.errors import InputError
 from autopar.estimating import Degrees, files, priced, uniform
-from autopar.measured import GroupShape, LayerProfile
+from autopar.measured import GroupShape, LayerProfile, Line
 from autopar.pipeline import StageTimes, simulate
 from autopar.plan import Plan, Prediction
 from autopar.predict import predict
@@ -102,7 +102,7 @@ def test_4_a_batch_that_does_not_divide_is_not_one_sample_a_rank() -> None:
         plan_of(Degrees(), batch=12)
 
 
-def test_5_recompute_has_a_peak_logits_have_a_size_and_the_optimizer_a_transient() -> None:
+def test_5_recompute_has_a_peak_and_logits_have_a_size() -> None:
     block, head = MODEL.layers.find("block"), MODEL.layers.find("head")
     assert block is not None
     assert head is not None
@@ -117,6 +117,30 @@ def test_5_recompute_has_a_peak_logits_have_a_size_and_the_optimizer_a_transient
     assert again.memory[0].peak_bytes > floor
     ddp = price(plan_of(Degrees(), batch=16))
     assert ddp.memory[0].peak_bytes > 4 * 2 * shipped.architectures()["llama2-7b"].parameter_count
+
+
+def test_5_what_is_recomputed_is_alive_once() -> None:
+    """With a head of no size, the peak is where the last block has all that it keeps without recompute."""
+    block = MODEL.layers.find("block")
+    assert block is not None
+    nothing = Line(fixed=0.0, per_sample=0.0)
+    names = ("saved_bytes", "forward_peak_bytes", "backward_peak_bytes")
+    costs = [replace(c, **dict.fromkeys(names, nothing)) if c.kind == "head" else c for c in MODEL.layers.costs]
+    again = price(plan_of(Degrees(zero=3, recompute="full")), replace(MODEL.layers, costs=tuple(costs)))
+    parts, samples = again.memory[0].parts_bytes, 256 / 16
+    alive = parts["activations"] + parts["transient"]
+    assert alive >= 32 * block.input_bytes.at(samples) + block.saved_bytes.at(samples)
+
+
+def test_5_the_optimizer_has_temporaries() -> None:
+    """Next to no activations: the peak is AdamW's step, with two temporaries of the largest parameter in fp32."""
+    model, cluster = files("llama2-7b", "a100-80g:2x8", sequence=8)
+    found = priced(uniform(model, cluster, Degrees(), global_batch=16), model, cluster).predicted
+    assert found is not None
+    arch = shipped.architectures()["llama2-7b"]
+    # Parameters in 16 bits and in fp32, gradients and two moments in fp32.
+    states = (2 + 4 + 4 + 8) * arch.parameter_count
+    assert found.memory[0].peak_bytes >= states + 2 * 4 * 32000 * 4096
 
 
 def test_6_a_slow_middle_stage_decides() -> None:
