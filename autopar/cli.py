@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Literal, NoReturn, cast
 
 import typer
 
-from autopar.errors import AutoparError, UsageError
+from autopar.errors import AutoparError
 from autopar.formats import check_writable
 from autopar.interrupts import INTERRUPTED, interrupt_stops, leave_at_once, step
-from autopar.options import batches, schedules, settings
+from autopar.options import batches, schedules, settings, usage_error
 from autopar.request import Schedule
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ Optimizer = Literal["adamw", "sgd", "sgd-momentum"]
 Dtype = Annotated[str | None, typer.Option(help="fp32 (default), bf16 (with --for), ...")]
 Steps = Annotated[int, typer.Option(min=1, max=1_000_000, help="How many optimizer steps.")]
 Text = Annotated[Path | None, typer.Option(help="Text to train on (default: Python's own help topics).")]
+Settings = Annotated[list[str] | None, typer.Option("--set", metavar="K=V", help="A setting of MODEL.")]
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan.json.")]
 
 
@@ -92,7 +93,7 @@ def profile_model(
     output: Out = Path("model.json"),
     seq: Annotated[int, typer.Option("--seq", min=1, max=1 << 24, help="Tokens of one sample.")] = 2048,
     dtype: Dtype = None,
-    set_: Annotated[list[str] | None, typer.Option("--set", metavar="K=V", help="A setting of MODEL.")] = None,
+    set_: Settings = None,
     device: Device = None,
     nproc: Nproc = None,
     for_: Annotated[
@@ -310,18 +311,29 @@ def calibrate(
 def verify(
     plan: Annotated[Path | None, typer.Argument(metavar="PLAN", help="A plan.json.")] = None,
     model: Annotated[str | None, typer.Option(help="MODEL, to verify random plans for it instead.")] = None,
+    set_: Settings = None,
     nproc: Nproc = None,
     random_plans: Annotated[int, typer.Option(min=1, max=10_000, help="How many random legal plans.")] = 20,
     seed: Annotated[int, typer.Option(help="The same seed draws the same plans.")] = 0,
+    fake: Annotated[
+        bool, typer.Option("--fake", help="Count PLAN's memory here instead, for any world size.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Compare PLAN, or random legal plans of --model, with one process on a small replica: loss and every gradient."""
-    from autopar.verify_command import verify_command
+    from autopar.verify_command import Wanted, verify_command
 
-    if (plan is None) == (model is None):
-        raise UsageError("verify takes PLAN or --model", why="it got neither, or both", fix="autopar verify plan.json")
+    wanted = Wanted(
+        plan=plan,
+        model=model,
+        settings=settings(set_ or ()),
+        nproc=nproc or 4,
+        count=random_plans,
+        seed=seed,
+        fake=fake,
+    )
     with step("verify") as report:
-        found = verify_command(plan, model, nproc=nproc or 4, count=random_plans, seed=seed, progress=report)
+        found = verify_command(wanted, progress=report)
     _answer(found.json if json else found.words)
     found.check()
 
@@ -371,7 +383,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except AutoparError as error:
         _end(error)
     except _CLICK_ERROR as error:
-        _end(_usage_error(error))
+        _end(usage_error(error))
     except (KeyboardInterrupt, typer.Abort):
         # What was started is ended by now; a second Ctrl-C must not change that to a death by signal.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -383,12 +395,3 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 def _end(error: AutoparError) -> NoReturn:
     print(f"error: {error}", file=sys.stderr)
     sys.exit(error.exit_code)
-
-
-def _usage_error(error: Exception) -> UsageError:
-    """Our words for what typer found wrong with the command line."""
-    context = getattr(error, "ctx", None)
-    path = context.command_path if context else "autopar"
-    usage = context.get_usage().removeprefix("Usage: ") if context else "autopar COMMAND"
-    what = error.format_message() if hasattr(error, "format_message") else str(error)
-    return UsageError(what.rstrip("."), why=f"the usage is {' '.join(usage.split())}", fix=f"see {path} --help")

@@ -27,7 +27,6 @@ from autopar.counts import (
     parameter_count,
     profile,
     vector,
-    word_head,
 )
 from autopar.measured import LayerProfile
 from autopar.model import Attention, LayerKind, ModelSpec, Parameter
@@ -123,7 +122,17 @@ class Mixture:
                 backward=(Moment(whole=2 * n * h, once=embed.parameter_bytes),),
             ),
             self._block(block, n),
-            word_head(head, n, h, v, kept=8 * h, input_bytes=2 * n * h),
+            LayerCount(
+                kind=head,
+                products=(Product(rows=n, inner=h, outer=v),),
+                input_bytes=2 * n * h,
+                output_bytes=0,
+                kept=Moment(whole=n * (8 * h + 4 * v + 12)),
+                # Logits in 16 bits and in fp32, their log-softmax and the gradients of both.
+                forward=(Moment(whole=n * (8 * h + 10 * v + 28)),),
+                backward=(Moment(whole=n * (8 * h + 12 * v)),),
+                loss_logits=n * v,
+            ),
         )
         return profile(counts, machine, sequence=sequence, dtype=dtype, device_name=device_name)
 

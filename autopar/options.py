@@ -43,3 +43,12 @@ def settings(texts: Sequence[str]) -> dict[str, object]:
         except (ValueError, SyntaxError, RecursionError, MemoryError):
             found[key.strip()] = value.strip()
     return found
+
+
+def usage_error(error: Exception) -> UsageError:
+    """Our words for what typer found wrong with the command line."""
+    context = getattr(error, "ctx", None)
+    path = context.command_path if context else "autopar"
+    usage = context.get_usage().removeprefix("Usage: ") if context else "autopar COMMAND"
+    what = error.format_message() if hasattr(error, "format_message") else str(error)
+    return UsageError(what.rstrip("."), why=f"the usage is {' '.join(usage.split())}", fix=f"see {path} --help")

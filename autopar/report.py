@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from autopar.calibrating import Calibrated
     from autopar.demo import Demo
     from autopar.outcome import Outcome
+    from autopar.runtime.counting import CountedPeak
     from autopar.runtime.verify import Comparison
     from autopar.runtime.verify_random import VerifiedPlan
 
@@ -164,6 +165,35 @@ def random_plans_words(found: Sequence[VerifiedPlan], *, nproc: int, seed: int) 
         f"largest relative errors: loss {largest['loss']:.1e}, gradients {largest['gradient']:.1e}, "
         f"weights {largest['weight']:.1e}"
     )
+
+
+def counted_tables(plan: Plan, found: Sequence[CountedPeak]) -> tuple[Table, Table]:
+    """The counted peak of each pipeline rank beside the predicted one, and the parts of the highest."""
+    from rich.table import Table
+
+    width, memory = plan.mesh.ranks_per_stage, plan.predicted.memory if plan.predicted else None
+    places = {one.rank: span(one.rank, one.rank + width - 1) for one in found}
+    worst = max(found, key=lambda one: one.peak_bytes)
+    peaks = Table(title=f"peak memory of {plan.model.name}", title_justify="left")
+    parts = Table(title=f"what it is on ranks {places[worst.rank]}", title_justify="left")
+    for table, first in ((peaks, "ranks"), (parts, "part")):
+        for name in (first, "counted", "predicted", "difference"):
+            table.add_column(name, justify="left" if name == first else "right", no_wrap=True)
+    for one in found:
+        _add_pair(peaks, places[one.rank], one.peak_bytes, memory[one.rank].peak_bytes if memory else None)
+    expected = {**memory[worst.rank].parts_bytes} if memory else {}
+    # What is on its way counts as an activation.
+    expected["activations"] = expected.get("activations", 0) + expected.pop("transient", 0)
+    for name, counted_bytes in worst.parts_bytes.items():
+        _add_pair(parts, name, counted_bytes, expected.get(name, 0) if memory else None)
+    return peaks, parts
+
+
+def _add_pair(table: Table, name: str, counted_bytes: int, predicted_bytes: int | None) -> None:
+    predicted, off = "-", "-"
+    if predicted_bytes is not None:
+        predicted, off = format_bytes(predicted_bytes), difference(predicted_bytes, counted_bytes)
+    table.add_row(name, format_bytes(counted_bytes), predicted, off)
 
 
 def _interval(predicted: Prediction) -> str:

@@ -1,18 +1,23 @@
-"""What `autopar verify` does: one plan, or random legal plans of a model, each against one process."""
+"""What `autopar verify` does: a plan, or random legal plans of a model, against one process; or a plan's memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from autopar.errors import RunError
+from autopar.errors import RunError, UsageError
 from autopar.folding import fold_plan
 from autopar.formats import dumps
 from autopar.plan import Plan
 from autopar.random_plans import plan_words
-from autopar.report import comparison_words, random_plans_words
+from autopar.report import comparison_words, counted_tables, random_plans_words, render
+
+COUNTED_TOLERANCE = 0.10
+"""How far a predicted peak may be from the counted one."""
+
+COUNTED_HOW = "counted on fake CPU tensors: the first rank of each pipeline rank, which holds the most of its stage"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,15 +34,38 @@ class Verified:
             raise self.error
 
 
-def verify_command(
-    plan: Path | None, model: str | None, *, nproc: int, count: int, seed: int, progress: Callable[[Any], None]
-) -> Verified:
-    """The comparison of `plan`, or of `count` random plans of `model` on `nproc` ranks; raises what they raise."""
-    return _one(Plan.load(plan), progress) if plan else _random(str(model), nproc, count, seed, progress)
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """The arguments of the command: a plan, or a model with its settings; UsageError when they do not go together."""
+
+    plan: Path | None = None
+    model: str | None = None
+    settings: Mapping[str, object] = field(default_factory=dict)
+    nproc: int = 4
+    count: int = 20
+    seed: int = 0
+    fake: bool = False
+
+    def __post_init__(self) -> None:
+        if (self.plan is None) == (self.model is None):
+            why = "it got neither, or both"
+            raise UsageError("verify takes PLAN or --model", why=why, fix="autopar verify plan.json")
+        if self.plan is None and self.fake:
+            raise UsageError("--fake takes a PLAN", why="it counts its memory", fix="autopar verify plan.json --fake")
+        if self.plan is not None and self.settings:
+            raise UsageError("--set goes with --model", why="a plan is of one model", fix="leave --set out")
+
+
+def verify_command(wanted: Wanted, *, progress: Callable[[Any], None]) -> Verified:
+    """The comparison of a plan, its counted memory, or the comparison of random plans; raises what they raise."""
+    if wanted.plan is None:
+        return _random(wanted, progress)
+    plan = Plan.load(wanted.plan)
+    plan.check_runnable()
+    return _counted(plan, progress) if wanted.fake else _one(plan, progress)
 
 
 def _one(plan: Plan, progress: Callable[[Any], None]) -> Verified:
-    plan.check_runnable()
     from autopar.runtime.launch import inside_torchrun
     from autopar.runtime.verify import verify_plan
 
@@ -55,11 +83,37 @@ def _one(plan: Plan, progress: Callable[[Any], None]) -> Verified:
     return Verified(json=dumps("autopar.verify", 1, body), words=words, error=None if found.agrees else error)
 
 
-def _random(model: str, nproc: int, count: int, seed: int, progress: Callable[[Any], None]) -> Verified:
+def _counted(plan: Plan, progress: Callable[[Any], None]) -> Verified:
+    from autopar.runtime.counting import count_peaks
+
+    found = count_peaks(plan, progress=progress)
+    predicted = None if plan.predicted is None else [plan.predicted.memory[one.rank] for one in found]
+    off = max(
+        (abs(p.peak_bytes / one.peak_bytes - 1) for one, p in zip(found, predicted or (), strict=False)), default=0
+    )
+    words = render(*counted_tables(plan, found), COUNTED_HOW)
+    error = RunError(
+        f"the predicted memory is off by {off:.0%}, more than {COUNTED_TOLERANCE:.0%}",
+        why=COUNTED_HOW,
+        fix="profile the model again with the sequence and dtype of the plan, and search again; or report it as a bug",
+    )
+    body = {
+        "within": off <= COUNTED_TOLERANCE if predicted else None,
+        "tolerance": COUNTED_TOLERANCE,
+        "ranks": [asdict(one) for one in found],
+        "predicted": None if predicted is None else [asdict(one) for one in predicted],
+    }
+    return Verified(
+        json=dumps("autopar.counted", 1, body), words=words, error=error if off > COUNTED_TOLERANCE else None
+    )
+
+
+def _random(wanted: Wanted, progress: Callable[[Any], None]) -> Verified:
     from autopar.runtime.source import canonical_source
     from autopar.runtime.verify_random import verify_random
 
-    found = verify_random(canonical_source(model, {}), nproc=nproc, count=count, seed=seed, progress=progress)
+    nproc, seed, source = wanted.nproc, wanted.seed, canonical_source(str(wanted.model), wanted.settings)
+    found = verify_random(source, nproc=nproc, count=wanted.count, seed=seed, progress=progress)
     wrong = [one for one in found if not one.comparison.agrees]
     error = None
     if wrong:

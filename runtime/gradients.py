@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.errors import RunError
 from autopar.runtime.buckets import Grouped, sum_in_buckets, sum_rows_in_buckets
+from autopar.runtime.fakes import has_numbers, number
 from autopar.runtime.offload import in_host_memory, send_down
 from autopar.runtime.rows import gather_rows, own_rows, rows_of, start_sum_rows
 
@@ -261,7 +262,7 @@ def _squared_norm(grads: Sequence[Tensor]) -> Tensor:
 def clip_gradients(held: Sequence[HeldParameter], max_norm: float) -> Tensor:
     """The 2-norm of the whole gradient, after scaling it down to `max_norm` where it is larger."""
     norm = gradient_norm(held)
-    factor = min(1.0, max_norm / (float(norm) + 1e-6))
+    factor = min(1.0, max_norm / (number(norm) + 1e-6))
     if factor < 1.0:
         scale_gradients(held, factor)
     return norm
@@ -273,6 +274,8 @@ def check_gradients_present(held: Sequence[HeldParameter], group: dist.ProcessGr
     if not trained:
         return
     present = torch.tensor([entry.parameter.grad is not None for entry in trained], dtype=torch.int32)
+    if not has_numbers(present):
+        return
     dist.all_reduce(present, op=dist.ReduceOp.MAX, group=group)
     missing = [entry.name for entry, there in zip(trained, present.tolist(), strict=True) if not there]
     if missing:

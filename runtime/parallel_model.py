@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from math import isfinite
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from autopar.errors import InputError, RunError
 from autopar.plan import Plan
 from autopar.runtime.batches import sequence_length
 from autopar.runtime.checkpoint import load_checkpoint, save_checkpoint
+from autopar.runtime.fakes import number
 from autopar.runtime.gradients import (
     HeldParameter,
     check_gradients_present,
@@ -237,13 +239,14 @@ class ParallelModel(nn.Module):
             sums += torch.stack([total.double().cpu(), count.double().cpu()])
         dist.all_reduce(sums)
         self._steps += 1
-        if not bool(torch.isfinite(sums).all()) or sums[1] == 0:
+        loss_sum, labels = number(sums[0]), number(sums[1])
+        if not isfinite(loss_sum) or not labels:
             raise RunError(
-                f"the loss is not finite in step {self._steps}: sum {float(sums[0])} over {float(sums[1]):.0f} labels",
+                f"the loss is not finite in step {self._steps}: sum {loss_sum} over {labels:.0f} labels",
                 why="the model diverged, or the batch has no label",
                 fix="lower the learning rate, or check the labels",
             )
-        scale_gradients(self.held, 1.0 / float(sums[1]))
+        scale_gradients(self.held, 1.0 / labels)
         return sums[0] / sums[1]
 
     def _sum_tied(self) -> None:

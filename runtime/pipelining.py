@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from torch.distributed.pipelining import (
     ScheduleLoopedBFS,
     ScheduleZBVZeroBubble,
 )
+from torch.distributed.pipelining import schedules as stock
 
 from autopar.request import Schedule
 from autopar.runtime.stage import StageModule
@@ -30,6 +33,34 @@ _SEVERAL_STAGES: dict[Schedule, Any] = {
     "zbv": ScheduleZBVZeroBubble,
     "dualpipev": ScheduleDualPipeV,
 }
+
+
+@contextmanager
+def without_neighbours() -> Iterator[None]:
+    """While inside, a stage runs where no other rank is: nothing is asked of it or sent to it.
+
+    What a schedule sends lives as long as gloo would hold it: until the schedule forgets the message.
+    """
+    before = stock._PipelineSchedule._warmup_p2p, stock._batch_p2p
+    stock._PipelineSchedule._warmup_p2p = _take_given_shapes
+    stock._batch_p2p = lambda operations, desc=None: [_Message(operation.tensor) for operation in operations]
+    try:
+        yield
+    finally:
+        stock._PipelineSchedule._warmup_p2p, stock._batch_p2p = before
+
+
+def _take_given_shapes(schedule: Any, stages: Any, *others: Any) -> None:
+    for stage in stages:
+        stage._inference_mode = stock.InferenceMode.STATIC
+
+
+@dataclass(frozen=True)
+class _Message:
+    tensor: Tensor
+
+    def wait(self) -> None:
+        """Return: nobody sends or receives."""
 
 
 class Pipeline:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from autopar.errors import InputError
+from autopar.runtime.fakes import has_numbers
 from autopar.runtime.relayout import gather
 
 
@@ -214,7 +215,8 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, local: Tensor, target: Tensor, ignored: int, held: WordRange) -> Tensor:
         target = gather(target[None], 0, held.group)
         counted = target != ignored
-        if not target.is_cuda and bool((counted & ((target < 0) | (target >= held.words))).any()):
+        outside = counted & ((target < 0) | (target >= held.words))
+        if has_numbers(target) and not target.is_cuda and bool(outside.any()):
             raise IndexError(f"a target is out of bounds: the vocabulary has {held.words} words")
         x = local.float() if local.dtype in (torch.bfloat16, torch.float16) else local
         largest = x.amax(-1) if held.count else x.new_full(x.shape[:-1], float("-inf"))

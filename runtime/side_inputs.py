@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from autopar.axes import Layout
 from autopar.errors import InputError
 from autopar.runtime.arguments import Key, argument, replace_argument
+from autopar.runtime.fakes import has_numbers
 from autopar.runtime.hugging_face import masks_kept
 from autopar.runtime.probing import probe
 from autopar.runtime.relayout import GroupOf, relayout
@@ -125,7 +126,7 @@ class SideInputs:
         device = argument(args, kwargs, hidden).device
         ends = torch.tensor([code, -code], dtype=torch.int64, device=device)
         dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=self.group)
-        if int(ends[0]) == -int(ends[1]):
+        if not has_numbers(ends) or int(ends[0]) == -int(ends[1]):
             return
         all_of_them: list[Any] = [None] * dist.get_world_size(self.group)
         dist.all_gather_object(all_of_them, mine, group=self.group)

@@ -42,6 +42,11 @@ class LiveBytes(TorchDispatchMode):
             self._see(tensor)
         return self
 
+    def size_bytes(self, key: int) -> int:
+        """The bytes of the storage of this key (see `storage_key`), 0 where none is known."""
+        known = self._storages.get(key)
+        return 0 if known is None else known[1]
+
     def reset_peak(self) -> None:
         """Forget the peak so far."""
         self.peak_bytes = self.current_bytes
@@ -94,6 +99,9 @@ class LiveBytes(TorchDispatchMode):
             self._storages[key] = (known[0], size_bytes)
             self._grow(size_bytes - known[1])
 
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        self._count(storage)
+
     def _grow(self, size_bytes: int) -> None:
         self.current_bytes += size_bytes
         self.peak_bytes = max(self.peak_bytes, self.current_bytes)
@@ -108,9 +116,10 @@ class LiveBytes(TorchDispatchMode):
 @wraps(_resize)
 def _seen_resize(storage: torch.UntypedStorage, size: int) -> Any:
     result = _resize(storage, size)
-    if storage.device.type != "meta":
-        for tracker in _active:
-            tracker._count(storage)
+    for tracker in _active:
+        # The storage of a fake tensor says that it is on the meta device.
+        if storage.device.type != "meta" or tracker._fake_mode is not None:
+            tracker._resized(storage)
     return result
 
 

@@ -119,11 +119,11 @@ def train_rank(payload: dict[str, Any], report: Progress) -> dict[str, Any]:
         if step == TRACKED_STEP:
             optimizer.zero_grad()
             with LiveBytes().adopt(parallel, parallel.receive_buffers, optimizer, batch) as live:
-                losses.append(_one_step(parallel, optimizer, batch))
+                losses.append(float(one_step(parallel, optimizer, batch)))
             peak_bytes = live.peak_bytes
         else:
             began = time.perf_counter()
-            losses.append(_one_step(parallel, optimizer, batch))
+            losses.append(float(one_step(parallel, optimizer, batch)))
             # The first steps warm up: allocator, shapes of the pipeline, optimizer state.
             if step > TRACKED_STEP or steps <= TRACKED_STEP + 1:
                 times_s.append(time.perf_counter() - began)
@@ -153,10 +153,12 @@ def _steps_done(optimizer: torch.optim.Optimizer) -> int:
     return int(optimizer.param_groups[0].get(_STEPS, max(counted, default=0)))
 
 
-def _one_step(parallel: ParallelModel, optimizer: torch.optim.Optimizer, batch: Mapping[str, torch.Tensor]) -> float:
+def one_step(
+    parallel: ParallelModel, optimizer: torch.optim.Optimizer, batch: Mapping[str, torch.Tensor]
+) -> torch.Tensor:
     """The global mean loss of one optimizer step."""
     optimizer.zero_grad()
     loss = parallel.train_step(batch)
     parallel.clip_grad_norm_(MAX_NORM)
     optimizer.step()
-    return float(loss)
+    return loss

@@ -11,6 +11,7 @@ from torch import nn
 
 from autopar.errors import InputError
 from autopar.plan import Plan
+from autopar.runtime.fakes import has_numbers
 
 
 def join_world(plan: Plan) -> None:
@@ -33,6 +34,8 @@ def join_world(plan: Plan) -> None:
 def equalise(model: nn.Module) -> None:
     """Give every rank rank 0's weights and buffers unless all are equal already, as the sum of each tensor says."""
     tensors = [*model.parameters(), *model.buffers()]
+    if not all(map(has_numbers, tensors)):
+        return
     marks = torch.stack([t.detach().double().sum().cpu() for t in tensors if t.numel()])
     lowest, highest = marks.clone(), marks.clone()
     dist.all_reduce(lowest, op=dist.ReduceOp.MIN)

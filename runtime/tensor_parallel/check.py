@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopar.errors import RunError
+from autopar.runtime.fakes import has_numbers
 from autopar.runtime.tensor_parallel.execute import LocalGraphs, apply
 from autopar.runtime.tensor_parallel.layout import BlockPlan
 from autopar.runtime.tensor_parallel.sequence import SequenceTeams
@@ -41,6 +42,8 @@ def check_plan(
     tensor. Gradients and not only the output: without a gradient all-reduce the output is exact. sharing: as in
     `apply`; the gradients of parameters are then first added up over these ranks.
     """
+    if not all(map(has_numbers, block.parameters())):
+        return 0.0
     whole, kwargs = _noisy(block), in_order(parameter_names(block), kwargs)
     local = copy.deepcopy(whole)
     apply(local, plan, groups, coordinate, sharing=sharing)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.pipelining
 from torch import nn
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,6 +27,7 @@ MODULES = {
     "torch.distributed.launcher": "runtime/worker.py",
     "torch.distributed.pipelining": "runtime/pipelining.py",
     "torch.export.graph_signature": "runtime/tensor_parallel/graph.py",
+    "torch.testing._internal": "runtime/fakes.py",
     "torch.utils._python_dispatch": "runtime/tracker.py",
     "torch.utils._pytree": "runtime/trees.py",
     "transformers": "runtime/hugging_face.py",
@@ -34,6 +36,7 @@ MODULES = {
 
 ATTRIBUTES = {
     "_BatchNorm": ("runtime/refusals.py", nn.modules.batchnorm),
+    "_PipelineSchedule": ("runtime/pipelining.py", torch.distributed.pipelining.schedules),
     "_cdata": ("runtime/tracker.py", torch.zeros(1).untyped_storage()),
     "_foreach_copy_": ("runtime/buckets.py", torch),
     "_foreach_mul_": ("runtime/gradients.py", torch),
@@ -119,7 +122,9 @@ def test_private_attribute_is_there(name: str) -> None:
             "PipelineStage Schedule1F1B ScheduleDualPipeV ScheduleGPipe "
             "ScheduleInterleaved1F1B ScheduleInterleavedZeroBubble ScheduleLoopedBFS ScheduleZBVZeroBubble",
         ),
+        ("torch.distributed.pipelining.schedules", "InferenceMode _batch_p2p"),
         ("torch.export.graph_signature", "ConstantArgument InputKind"),
+        ("torch.testing._internal.distributed.fake_pg", "FakeStore"),
         ("torch.utils._python_dispatch", "TorchDispatchMode is_traceable_wrapper_subclass"),
         ("torch.utils._pytree", "tree_leaves tree_map tree_unflatten"),
         ("transformers", "AutoModelForCausalLM CONFIG_MAPPING LlamaConfig logging"),
@@ -160,6 +165,15 @@ def test_pipeline_stages_show_their_receive_buffers() -> None:
         assert stage.grad_recv_info == {}
     finally:
         dist.destroy_process_group()
+
+
+def test_a_schedule_asks_its_neighbours_and_sends_by_names_that_are_replaced() -> None:
+    from torch.distributed.pipelining import schedules
+
+    asked = inspect.signature(schedules._PipelineSchedule._warmup_p2p)
+    assert list(asked.parameters) == ["self", "stages", "has_backward", "p2p_done"]
+    assert list(inspect.signature(schedules._batch_p2p).parameters) == ["p2p_ops", "desc"]
+    assert "_inference_mode" in inspect.getsource(schedules._PipelineSchedule._warmup_p2p)
 
 
 def test_the_launcher_takes_the_settings_that_a_worker_gives() -> None:

@@ -17,7 +17,7 @@ from autopar.runtime import verify_random
 from autopar.runtime.verify import Comparison
 from autopar.runtime.verify_random import VerifiedPlan, draw_plans
 from autopar.strategy import Strategy
-from autopar.verify_command import verify_command
+from autopar.verify_command import Wanted, verify_command
 from tests.runtime.test_equality import GPT2, LLAMA4, PLAIN, TIED, check
 
 Ranks = Callable[..., list[Any]]
@@ -98,7 +98,7 @@ def test_a_plan_that_disagrees_is_named_with_its_first_diverging_parameter(monke
         for number, (plan, one) in enumerate(zip(plans, (good, bad), strict=True))
     )
     monkeypatch.setattr(verify_random, "verify_random", lambda *args, **kwargs: found)
-    answer = verify_command(None, LLAMA4, nproc=2, count=2, seed=0, progress=lambda event: None)
+    answer = verify_command(Wanted(model=LLAMA4, nproc=2, count=2), progress=lambda event: None)
     assert "1 of 2 random plans of seed 0 on 2 ranks" in answer.words
     with pytest.raises(RunError) as error:
         answer.check()
@@ -108,7 +108,7 @@ def test_a_plan_that_disagrees_is_named_with_its_first_diverging_parameter(monke
 
 @pytest.mark.slow
 def test_verify_runs_random_plans_and_names_one_that_does_not_run(tmp_path: Path) -> None:
-    answer = verify_command(None, PLAIN, nproc=2, count=3, seed=1, progress=lambda event: None)
+    answer = verify_command(Wanted(model=PLAIN, nproc=2, count=3, seed=1), progress=lambda event: None)
     answer.check()
     assert "3 of 3 random plans" in answer.words
     dropped = tmp_path / "dropping.py"
@@ -122,4 +122,4 @@ def test_verify_runs_random_plans_and_names_one_that_does_not_run(tmp_path: Path
         "def build():\n    return Wrong(64, 32, 4, 4, 32)\n"
     )
     with pytest.raises(AutoparError, match="plan 0 of seed 1 does not run: "):
-        verify_command(None, f"{dropped}:build", nproc=2, count=1, seed=1, progress=lambda event: None)
+        verify_command(Wanted(model=f"{dropped}:build", nproc=2, count=1, seed=1), progress=lambda event: None)

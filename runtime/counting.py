@@ -1,0 +1,151 @@
+"""`autopar verify --fake`: the peak memory of each rank of a plan, counted in one process through the real runtime.
+
+The ranks run one after the other on fake tensors, among ranks that do not exist: the same wrapping, schedule, sharding
+and optimizer as in a real run, without numbers and without memory for them. The ranks of a stage hold equally much but
+for what does not divide evenly, of which the first has the most: it stands for the others.
+"""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.errors import InputError
+from autopar.plan import Plan
+from autopar.request import OFFLOADED
+from autopar.runtime.batches import example_batch
+from autopar.runtime.fakes import DEPENDS_ON_NUMBERS, absent_ranks, fake_mode
+from autopar.runtime.gradients import local_piece
+from autopar.runtime.hugging_face import is_hugging_face, unpacked
+from autopar.runtime.launch import Progress
+from autopar.runtime.losses import summed_loss
+from autopar.runtime.models import build_model
+from autopar.runtime.parallel import ParallelModel, parallelize
+from autopar.runtime.pipelining import without_neighbours
+from autopar.runtime.tracker import LiveBytes, storage_bytes, storage_key
+from autopar.runtime.train import make_optimizer, one_step
+
+_CLOSE = 1.001
+"""What is alive is looked at whenever it has grown by so much: the parts are those of a moment as near the peak."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CountedPeak:
+    """The peak of the ranks of one pipeline rank over a step, the optimizer's states there; rank: the first of them.
+
+    parts_bytes: `parameters` (masters too), `gradients`, `optimizer`, `unsharded` (whole parameters of ZeRO-2 and 3),
+    `communication` (buffers of their gathers and scatters, and those that a stage receives into) and `activations`:
+    all else, temporaries included.
+    """
+
+    rank: int
+    peak_bytes: int
+    parts_bytes: dict[str, int]
+
+
+def count_peaks(plan: Plan, *, progress: Progress | None = None) -> tuple[CountedPeak, ...]:
+    """The peak of the first rank of each pipeline rank, in their order.
+
+    On the CPU as in `autopar run`: attention, optimizer and temporaries are those of CPU tensors, whatever the plan's
+    device. Raises InputError for a model whose course depends on numbers, for states in host memory, and what
+    `parallelize` does.
+    Cost: two steps of a rank at about 0.1 ms an operator, whatever its sizes; a few GB at most.
+    """
+    if plan.request.optimizer in OFFLOADED.values():
+        raise InputError(
+            f"a plan for {plan.request.optimizer} cannot be counted",
+            why="on fake CPU tensors the states in host memory look like those of the device",
+            fix="leave --fake out; `autopar run` measures it",
+        )
+    plan = replace(plan, cluster=replace(plan.cluster, device="cpu"))
+    width = plan.mesh.ranks_per_stage
+    found = []
+    for place in range(plan.pp):
+        if progress is not None:
+            progress({"done": place, "total": plan.pp, "what": f"rank {place * width} of {plan.cluster.world_size}"})
+        try:
+            found.append(_count(plan, place * width))
+        except DEPENDS_ON_NUMBERS as error:
+            raise InputError(
+                f"{plan.model.source} cannot be counted without running it",
+                why=f"its course depends on the numbers in its tensors ({error})",
+                fix="leave --fake out, or run the plan: its peaks are measured then",
+            ) from error
+    return tuple(found)
+
+
+def _count(plan: Plan, rank: int) -> CountedPeak:
+    gc.collect()  # what lies in cycles is alive until something collects them
+    with absent_ranks(rank, plan.cluster.world_size), unpacked(), without_neighbours(), fake_mode() as mode:
+        with mode:
+            model = build_model(plan.model.source, dtype=plan.request.dtype, stored=False)
+        loss = summed_loss(type(model).__name__, shifted=is_hugging_face(model))
+        # Outside the mode: meshes and what ranks agree on have numbers.
+        parallel = parallelize(model, plan, loss=loss)
+        with mode:
+            batch = example_batch(model, samples=parallel.local_batch, sequence=plan.request.sequence)
+            optimizer = make_optimizer(parallel)
+            one_step(parallel, optimizer, batch)
+            optimizer.zero_grad()
+            gc.collect()
+            with PartsAtPeak(parallel, optimizer, batch) as live:
+                one_step(parallel, optimizer, batch)
+        return CountedPeak(rank=rank, peak_bytes=live.peak_bytes, parts_bytes=live.parts_bytes)
+
+
+class PartsAtPeak(LiveBytes):
+    """LiveBytes of a step that also knows what was alive at the peak, by category."""
+
+    def __init__(self, parallel: ParallelModel, optimizer: torch.optim.Optimizer, batch: Any) -> None:
+        super().__init__()
+        self.parts_bytes: dict[str, int] = {}
+        """As in CountedPeak; of the whole peak, though looked at slightly below it."""
+        self._held = parallel.held
+        self._fixed = {
+            "parameters": storage_bytes(parallel, [entry.stepped.detach() for entry in parallel.held]),
+            "optimizer": storage_bytes(optimizer.state),
+        }
+        self._of: dict[str, set[int]] = {"unsharded": set(), "communication": set()}
+        self._looked_bytes = 0.0
+        self.adopt(parallel, optimizer, batch)
+        for buffer in parallel.receive_buffers:
+            self.adopt(buffer)
+            self._of["communication"].add(storage_key(buffer.untyped_storage()))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if func.namespace == "fsdp":  # what fully_shard copies together to gather, and to scatter
+            for tensor in (result[1] if result else None, (kwargs or {}).get("out")):
+                if isinstance(tensor, Tensor):
+                    self._of["communication"].add(storage_key(tensor.untyped_storage()))
+        return result
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        self._of["unsharded"].add(storage_key(storage))
+        super()._resized(storage)
+
+    def _freed(self, key: int, reference: Any) -> None:
+        super()._freed(key, reference)
+        for keys in self._of.values():
+            keys.discard(key)
+
+    def _grow(self, size_bytes: int) -> None:
+        super()._grow(size_bytes)
+        if self.current_bytes > self._looked_bytes * _CLOSE:
+            self._looked_bytes = self.current_bytes
+            self.parts_bytes = self._look()
+        elif self.current_bytes == self.peak_bytes:
+            self.parts_bytes["activations"] += self.peak_bytes - sum(self.parts_bytes.values())
+
+    def _look(self) -> dict[str, int]:
+        kept = {id(p): p.grad for entry in self._held for p in (entry.parameter, entry.stepped) if p.is_leaf}
+        found = {
+            **self._fixed,
+            "gradients": sum(local_piece(grad).nbytes for grad in kept.values() if grad is not None),
+            **{name: sum(self.size_bytes(key) for key in keys) for name, keys in self._of.items()},
+        }
+        return {**found, "activations": self.current_bytes - sum(found.values())}
