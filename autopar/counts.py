@@ -209,6 +209,31 @@ def calls(regions: Sequence[tuple[float, float]], norms: bool) -> tuple[TensorPa
     return tuple(found)
 
 
+def word_head(
+    kind: LayerKind,
+    tokens: float,
+    hidden: int,
+    vocab: int,
+    *,
+    kept: float,
+    input_bytes: float,
+    before: tuple[Product, ...] = (),
+) -> LayerCount:
+    """The head over so many tokens of a sample: what comes before the logits keeps `kept` bytes a token."""
+    n, v = tokens, vocab
+    return LayerCount(
+        kind=kind,
+        products=(*before, Product(rows=n, inner=hidden, outer=v)),
+        input_bytes=input_bytes,
+        output_bytes=0,
+        kept=Moment(whole=n * (kept + 4 * v + 12)),
+        # Logits in 16 bits and in fp32, their log-softmax and the gradients of both.
+        forward=(Moment(whole=n * (kept + 10 * v + 28)),),
+        backward=(Moment(whole=n * (kept + 12 * v)),),
+        loss_logits=n * v,
+    )
+
+
 def linear(name: str, inputs: int, outputs: int, dtype: str, bias: bool = False) -> tuple[Parameter, ...]:
     """The parameters of a linear layer."""
     weight = Parameter(name=f"{name}.weight", shape=(outputs, inputs), dtype=dtype)

@@ -23,6 +23,7 @@ from autopar.counts import (
     parameter_count,
     profile,
     vector,
+    word_head,
 )
 from autopar.measured import LayerProfile
 from autopar.model import Attention, LayerKind, ModelSpec, Parameter
@@ -102,16 +103,14 @@ class WordEncoder:
                 backward=(Moment(whole=n * 6 * h, once=table),),
             ),
             block_count(block, n, self.hidden, self.heads, self.ffn),
-            LayerCount(
-                kind=head,
-                products=(Product(rows=n, inner=h, outer=h), Product(rows=n, inner=h, outer=v)),
+            word_head(
+                head,
+                n,
+                h,
+                v,
+                kept=8 * h,
                 input_bytes=2 * n * h,
-                output_bytes=0,
-                kept=Moment(whole=n * (8 * h + 4 * v + 12)),
-                # Logits in 16 bits and in fp32, their log-softmax and the gradients of both.
-                forward=(Moment(whole=n * (8 * h + 10 * v + 28)),),
-                backward=(Moment(whole=n * (8 * h + 12 * v)),),
-                loss_logits=n * v,
+                before=(Product(rows=n, inner=h, outer=h),),
             ),
         )
         return profile(counts, machine, sequence=sequence, dtype=dtype, device_name=device_name)

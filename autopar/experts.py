@@ -27,6 +27,7 @@ from autopar.counts import (
     parameter_count,
     profile,
     vector,
+    word_head,
 )
 from autopar.measured import LayerProfile
 from autopar.model import Attention, LayerKind, ModelSpec, Parameter
@@ -122,17 +123,7 @@ class Mixture:
                 backward=(Moment(whole=2 * n * h, once=embed.parameter_bytes),),
             ),
             self._block(block, n),
-            LayerCount(
-                kind=head,
-                products=(Product(rows=n, inner=h, outer=v),),
-                input_bytes=2 * n * h,
-                output_bytes=0,
-                kept=Moment(whole=n * (8 * h + 4 * v + 12)),
-                # Logits in 16 bits and in fp32, their log-softmax and the gradients of both.
-                forward=(Moment(whole=n * (8 * h + 10 * v + 28)),),
-                backward=(Moment(whole=n * (8 * h + 12 * v)),),
-                loss_logits=n * v,
-            ),
+            word_head(head, n, h, v, kept=8 * h, input_bytes=2 * n * h),
         )
         return profile(counts, machine, sequence=sequence, dtype=dtype, device_name=device_name)
 

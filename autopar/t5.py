@@ -29,6 +29,7 @@ from autopar.counts import (
     parameter_count,
     profile,
     vector,
+    word_head,
 )
 from autopar.measured import LayerProfile
 from autopar.model import LayerKind, ModelSpec, Parameter, Role
@@ -158,19 +159,7 @@ class EncoderDecoder:
         for name, kind in kinds.items():
             if kind.role == "block":
                 counts.append(self._count(kind, name, n, m, passed))
-        counts.append(
-            LayerCount(
-                kind=kinds["head"],
-                products=(Product(rows=m, inner=h, outer=v),),
-                input_bytes=passed,
-                output_bytes=0,
-                kept=Moment(whole=m * (10 * h + 4 * v + 12)),
-                # Logits in 16 bits and in fp32, their log-softmax and the gradients of both.
-                forward=(Moment(whole=m * (10 * h + 10 * v + 28)),),
-                backward=(Moment(whole=m * (10 * h + 12 * v)),),
-                loss_logits=m * v,
-            )
-        )
+        counts.append(word_head(kinds["head"], m, h, v, kept=10 * h, input_bytes=passed))
         return profile(counts, machine, sequence=sequence, dtype=dtype, device_name=device_name)
 
     def decoder_tokens(self, sequence: int) -> int:

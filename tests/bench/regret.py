@@ -44,6 +44,13 @@ MODEL = (
 SEQUENCE, GLOBAL_BATCH, WORLD = 128, 16, 4
 COMMAND = "tests/bench/regret.py"
 
+TRACKED = 3
+"""Steps whose peak is tracked, of which the least counts.
+
+gloo copies the input of a reduce-scatter, and its own thread, which frees the copy, sometimes does so when the rank
+has already gone on to the next layer: then a whole layer's gradient is alive twice, on that rank, in that step.
+"""
+
 ONE_STAGE: list[tuple[str, int]] = [
     ("dp4 dp4 dp4 dp4 dp4 dp4", 1),
     ("dp4-z3 dp4-z3 dp4-z3 dp4-z3 dp4-z3 dp4-z3", 1),
@@ -132,12 +139,17 @@ def measure_rank(payload: dict[str, Any], report: Any) -> list[dict[str, Any]]:
         batch = parallel.shard_batch(batches.batch(0))
         for _ in range(2):
             step(parallel, optimizer, batch)
-        optimizer.zero_grad()
-        dist.barrier()
-        with LiveBytes().adopt(parallel, parallel.receive_buffers, optimizer, batch) as live:
-            step(parallel, optimizer, batch)
+        peaks_bytes = []
+        for _ in range(TRACKED):
+            optimizer.zero_grad()
+            dist.barrier()
+            with LiveBytes().adopt(parallel, parallel.receive_buffers, optimizer, batch) as live:
+                step(parallel, optimizer, batch)
+            peaks_bytes.append(live.peak_bytes)
         built.append((parallel, optimizer, batch))
-        found.append({"rounds_s": [], "peak_bytes": live.peak_bytes})
+        found.append(
+            {"rounds_s": [], "peak_bytes": min(peaks_bytes), "late_bytes": max(peaks_bytes) - min(peaks_bytes)}
+        )
         report({"done": number + 1, "total": total})
     for round_ in range(rounds):
         for number, (parts, entry) in enumerate(zip(built, found, strict=True)):
@@ -220,6 +232,7 @@ def main() -> None:
                 "parts_s": guess.parts_s,
                 "predicted_bytes": memory[worst],
                 "measured_bytes": peak[worst],
+                "late_bytes": max(rank["late_bytes"] for rank in ranks),
             }
         )
     for row in rows:
