@@ -20,6 +20,7 @@ _HOMES = {
     "search": "autopar.planning",
     "profile": "autopar.profiler.models",
     "parallelize": "autopar.runtime.parallel",
+    "empty_weights": "autopar.runtime.recording",
 }
 __all__ = [
     "AutoparError",
@@ -28,6 +29,7 @@ __all__ = [
     "Plan",
     "Request",
     "Strategy",
+    "empty_weights",
     "parallelize",
     "profile",
     "search",

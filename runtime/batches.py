@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from autopar.errors import InputError
 from autopar.runtime.hugging_face import is_hugging_face
+from autopar.runtime.stand_ins import with_numbers
 
 _IDS_NAMES = ("input_ids", "ids", "idx", "tokens", "x", "input", "inputs")
 _LABEL_NAMES = ("labels", "targets", "target", "y")
@@ -88,10 +89,11 @@ def _looked_up(model: nn.Module, tables: list[nn.Embedding]) -> nn.Embedding:
 
     handles = [table.register_forward_pre_hook(see) for table in tables]
     was_training = model.training
-    ids = torch.zeros(1, 2, dtype=torch.long, device=tables[0].weight.device)
+    device = tables[0].weight.device
+    ids = torch.zeros(1, 2, dtype=torch.long, device="cpu" if device.type == "meta" else device)
     batch = {name: ids for name in (form.ids, form.labels) if name is not None}
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), with_numbers(model, ids.device):
             model.eval()(**batch)
     except Exception:  # it may need more inputs than these; what ran before that still counts
         pass

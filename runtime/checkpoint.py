@@ -239,6 +239,11 @@ def _make_room(target: Path, fresh: Path) -> None:
     fresh.mkdir()
 
 
+def is_checkpoint(folder: str | os.PathLike[str]) -> bool:
+    """Whether a folder is a checkpoint that `load_checkpoint` can try, rather than other files."""
+    return any((found / _FACTS).exists() for found in (Path(folder), _beside(Path(folder), "old")))
+
+
 def _readable(target: Path) -> Path:
     """The folder, or the previous one where a crash came between the two renames of a save."""
     for folder in (target, _beside(target, "old")):

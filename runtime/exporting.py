@@ -20,7 +20,8 @@ from torch import Tensor
 
 from autopar.errors import InputError
 from autopar.runtime.checkpoint import raise_where_failed
-from autopar.runtime.gradients import HeldParameter, local_piece, piece, set_parameter, whole
+from autopar.runtime.gradients import HeldParameter, whole
+from autopar.runtime.weights import put_weight
 
 INDEX = "model.safetensors.index.json"
 _ONE = "model.safetensors"
@@ -112,18 +113,3 @@ def read_weight(file: Path, name: str) -> Tensor:
             return tensor
     except (OSError, SafetensorError) as error:
         raise InputError(f"{name} cannot be read from {file}", why=str(error), fix="check the file") from None
-
-
-def put_weight(entry: HeldParameter, full: Tensor) -> None:
-    """Make `full` the value of a parameter, of which this rank keeps its piece; InputError for another shape."""
-    mine, target = piece(entry, full), local_piece(entry.stepped)
-    if mine.shape != target.shape:
-        raise InputError(
-            f"{entry.name} has another shape in the file",
-            why=f"{tuple(full.shape)} there; this rank's piece would be {tuple(mine.shape)}, is {tuple(target.shape)}",
-            fix="give the weights of this model",
-        )
-    with torch.no_grad():
-        target.copy_(mine)
-        if entry.stands_in:
-            set_parameter(entry, full)

@@ -39,7 +39,8 @@ def held_parameters(
             if id(parameter) in seen:
                 continue
             seen.add(id(parameter))
-            rows = groups.along(placed.dp_shard) if strategy.zero == 1 and parameter.dim() else None
+            cut_rows = strategy.zero == 1 and parameter.dim() and parameter.requires_grad
+            rows = groups.along(placed.dp_shard) if cut_rows else None
             cut = cuts.get(name)
             along_tp = placed.tp if layer in (0, last) and cut is None else ()
             copies, replicas = axes_of_copies(mesh, placed, along_tp)

@@ -36,6 +36,39 @@ def is_hugging_face(model: nn.Module) -> bool:
     return module is not None and isinstance(model, module.PreTrainedModel)
 
 
+def recompute_buffers(model: nn.Module) -> None:
+    """Let a Hugging Face model compute the buffers that it has on the meta device; others stay as they are.
+
+    Its parameters must be on the meta device, where initialising them changes nothing. What is not computed is left on
+    the meta device.
+    """
+    places = [
+        (owner, leaf, buffer)
+        for owner in model.modules()
+        for leaf, buffer in owner.named_buffers(recurse=False, remove_duplicate=False)
+        if buffer.is_meta
+    ]
+    if not places or not is_hugging_face(model):
+        return
+    for owner, leaf, buffer in places:
+        setattr(owner, leaf, _impossible(buffer))
+    whole: Any = model
+    whole.initialize_weights()
+    for owner, leaf, buffer in places:
+        if torch.equal(_bits(getattr(owner, leaf)), _bits(_impossible(buffer))):
+            setattr(owner, leaf, buffer)
+
+
+def _impossible(buffer: torch.Tensor) -> torch.Tensor:
+    """A tensor of this form with numbers that no buffer holds."""
+    wrong = float("nan") if buffer.is_floating_point() else 0 if buffer.dtype == torch.bool else -1
+    return torch.full(buffer.shape, wrong, dtype=buffer.dtype)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.isnan() if tensor.is_floating_point() else tensor
+
+
 def trainer_class() -> Any:
     """transformers.Trainer; InputError where transformers is not installed."""
     return _attribute("Trainer")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -22,10 +23,12 @@ from autopar.runtime.randomness import BlockStream, agreed_seed
 from autopar.runtime.sharding import axes_of_copies, shard_layers
 from autopar.runtime.side_inputs import MASK, POSITIONS, SideInputs, probe_optional
 from autopar.runtime.spec import DescribedModel
-from autopar.runtime.stage import LossFunction, StageBody, StageModule, same_tensors_again
+from autopar.runtime.stage import LossFunction, PassThrough, StageBody, StageModule, same_tensors_again
+from autopar.runtime.stand_ins import copy_with_numbers, with_numbers
 from autopar.runtime.structure import Probe, Structure
 from autopar.runtime.vocabulary import WordPlan, cut_ends, vocabulary_ends
 from autopar.runtime.vocabulary_check import check_end, measure_ends
+from autopar.runtime.weights import make_room
 
 if TYPE_CHECKING:
     from autopar.runtime.tensor_parallel import BlockPlan, SequenceTeams
@@ -48,6 +51,7 @@ def place_layers(
     loss: LossFunction,
     masters: Masters,
     batch: Mapping[str, Tensor],
+    device: torch.device,
 ) -> LocalLayers:
     """The layers of this rank's stages under their strategies; changes the model in place.
 
@@ -64,7 +68,8 @@ def place_layers(
     numbers = plan.stages_of_rank(groups.stage)
     models = [model, *(same_tensors_again(model) for _ in numbers[1:])]
     moves = any(p.layout != mesh.boundary for p in placed)
-    optional = probe_optional(model, batch) if moves else {}
+    with with_numbers(model, device):
+        optional = probe_optional(model, batch) if moves else {}
     stages: dict[int, StageModule] = {}
     cuts: dict[str, TensorParallelCut] = {}
     checked: set[Any] = set()
@@ -77,10 +82,10 @@ def place_layers(
             found=optional,
             always=structure.forms,
         )
-        body = StageBody(tree, structure, plan.stage_layers(number), side)
+        body = StageBody(tree, structure, plan.stage_layers(number), side, device=device)
         stages[number] = StageModule(body, loss)
-        ends = _cut_ends(stages[number], plan, found, groups, batch, cut_parameters)
-        block_plans = _cut_blocks(body, plan, found, described, groups, checked)
+        ends = _cut_ends(stages[number], plan, found, groups, batch, cut_parameters, device)
+        block_plans = _cut_blocks(body, plan, found, described, groups, checked, device)
         cuts |= _tensor_cuts(body, plan, groups, block_plans, ends)
         for place, block in body.blocks().items():
             if plan.strategies[place + 1].recompute == "full":
@@ -89,6 +94,7 @@ def place_layers(
         _attach_streams(body, plan, groups, seed)
         shard_layers(stages[number], plan, groups, masters, cuts)
         body.attach_ends()
+    make_room(list(stages.values()), device)
     return LocalLayers(stages=stages, held=tuple(held_parameters(stages, plan, groups, masters, cuts, tied)))
 
 
@@ -99,6 +105,7 @@ def _cut_ends(
     groups: RankGroups,
     batch: Mapping[str, Tensor],
     known: dict[nn.Parameter, nn.Parameter],
+    device: torch.device,
 ) -> Mapping[int, tuple[str, WordPlan]]:
     """The vocabulary-parallel ends of a stage, after cutting them for this rank and checking every gradient.
 
@@ -107,13 +114,26 @@ def _cut_ends(
     ends = vocabulary_ends(plan, found, stage.body.layers)
     if not ends:
         return {}
-    before = measure_ends(stage, ends, batch, groups.place)
-    cut = cut_ends(stage.body, plan, ends, groups, known)
-    after = measure_ends(stage, ends, batch, groups.place)
+    tried, tried_known = stage, known
+    if any(p.is_meta for p in stage.body.parameters()):
+        tried, tried_known = _trial(stage, device), {}
+    before = measure_ends(tried, ends, batch, groups.place)
+    cut = cut_ends(tried.body, plan, ends, groups, tried_known)
+    after = measure_ends(tried, ends, batch, groups.place)
     for layer, (_, words) in cut.items():
         group = groups.along(plan.mesh.place(plan.strategies[layer]).tp)
         check_end(layer, before[layer], after[layer], words, group)
-    return cut
+    return cut if tried is stage else cut_ends(stage.body, plan, ends, groups, known)
+
+
+def _trial(stage: StageModule, device: torch.device) -> StageModule:
+    """A copy of a stage without numbers that has some, and no blocks, for the check of its ends."""
+    body = stage.body
+    forms = body.structure.forms
+    instead: dict[Any, Any] = {block: PassThrough(forms[n], block, device) for n, block in body.blocks().items()}
+    copied = copy_with_numbers(body, device, {**instead, body.side_inputs: body.side_inputs})
+    assert isinstance(copied, StageBody)
+    return StageModule(copied, stage.loss)
 
 
 def _cut_blocks(
@@ -123,6 +143,7 @@ def _cut_blocks(
     described: DescribedModel,
     groups: RankGroups,
     checked: set[Any],
+    device: torch.device,
 ) -> dict[int, BlockPlan]:
     """The plans of the tensor-parallel blocks of the stage by number, after cutting each for this rank.
 
@@ -149,7 +170,8 @@ def _cut_blocks(
         key = (kind, axes, strategy.sequence_norms, placed.sp, placed.cp)
         args, kwargs = found.inputs[kind].args, found.inputs[kind].kwargs
         if key not in checked:
-            check_plan(block, block_plan, tensor_groups, coordinate, args, kwargs, sharing=sharing)
+            with with_numbers(block, device):
+                check_plan(block, block_plan, tensor_groups, coordinate, args, kwargs, sharing=sharing)
         graphs = apply(block, block_plan, tensor_groups, coordinate, sharing=sharing)
         if key not in checked:
             checked.add(key)

@@ -17,6 +17,7 @@ from torch import nn
 from autopar.errors import InputError
 from autopar.runtime.hugging_face import build_hugging_face, is_config_path
 from autopar.runtime.loading import load_file
+from autopar.runtime.recording import empty_weights
 from autopar.runtime.source import FORMS, parse_source
 from autopar.units import dtype_name
 
@@ -62,6 +63,18 @@ def _cast(model: nn.Module, kind: torch.dtype) -> nn.Module:
             if buffer.is_floating_point():
                 setattr(module, name, buffer.to(kind))
     return model
+
+
+def build_empty(source: str, *, dtype: str = "float32", seed: int = 0) -> nn.Module:
+    """The model that `build_model` makes, without storage for its weights (see autopar.runtime.recording).
+
+    With storage where it cannot be built otherwise. Raises as `build_model` does.
+    """
+    try:
+        with empty_weights():
+            return build_model(source, dtype=dtype, seed=seed, stored=False)
+    except InputError:
+        return build_model(source, dtype=dtype, seed=seed)
 
 
 def import_model(source: str) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from math import lcm
 
+import torch
 from torch import Tensor, nn
 
 from autopar.errors import InputError
@@ -18,6 +20,8 @@ from autopar.runtime.precision import Masters, mixed_dtype
 from autopar.runtime.probing import probe
 from autopar.runtime.spec import describe
 from autopar.runtime.stage import LossFunction
+from autopar.runtime.stand_ins import with_numbers
+from autopar.runtime.weights import Weights, take_weights
 from autopar.runtime.world import equalise, join_world, same_use
 
 __all__ = ["ParallelModel", "parallelize"]
@@ -31,6 +35,7 @@ def parallelize(
     *,
     loss: LossFunction | None = None,
     example: Mapping[str, Tensor] | None = None,
+    weights: str | os.PathLike[str] | None = None,
 ) -> ParallelModel:
     """The model running as the plan says, on the ranks of the current process group.
 
@@ -38,23 +43,35 @@ def parallelize(
     names stay. Under a bfloat16 plan (mixed precision, see autopar.runtime.precision) it may be in float32.
     loss(output, batch) -> (sum, count); default: the model's own mean loss times its number of labels.
     example: a small batch (3 samples) for models whose input cannot be made up from their signature.
+    weights: a checkpoint of any plan, or a folder (or file) of safetensors, to begin with.
+    A model that was built inside `autopar.empty_weights()` has shapes only: each rank makes what it holds, one
+    parameter at a time. One that was built on the meta device begins with `weights`.
     Raises InputError when the plan was made for another model or world, or cannot run on this one.
     """
     join_world(plan)
-    batch = dict(example) if example is not None else _example(model, plan)
+    device = torch.device("cpu")
+    if plan.cluster.device == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
     equalise(model)
+    source = None if weights is None else Weights(folder=weights)
+    if any(p.is_meta for p in model.parameters()):
+        source = take_weights(model, weights, device)
     masters = Masters(model, mixed_dtype(plan.request.dtype))
     if not any(p.requires_grad for p in model.parameters()):
         why = "requires_grad is False for every one"
         raise InputError(f"{type(model).__name__} has no parameter to train", why=why, fix="unfreeze some")
-    found = probe(model, batch)
-    same_use(found.used)
     max_tp = max(max(strategy.tp, strategy.sp, strategy.cp) for strategy in plan.strategies)
-    described = describe(model, found, source=plan.model.source, name=plan.model.name, max_tp=max_tp)
-    plan.check(described.spec)
-    loss = loss or own_loss(model, batch)
+    with with_numbers(model, device):
+        batch = dict(example) if example is not None else _example(model, plan)
+        found = probe(model, batch)
+        same_use(found.used)
+        described = describe(model, found, source=plan.model.source, name=plan.model.name, max_tp=max_tp)
+        plan.check(described.spec)
+        loss = loss or own_loss(model, batch)
     groups = RankGroups(plan.mesh, plan.cluster.device)
-    layers = place_layers(model, plan, found, described, groups, loss, masters, batch)
+    layers = place_layers(model, plan, found, described, groups, loss, masters, batch, device)
+    if source is not None:
+        source.fill(layers.held, fingerprint=plan.model.fingerprint)
     return ParallelModel(plan, found, groups, layers, probe_tokens=sequence_length(batch))
 
 

@@ -60,4 +60,6 @@ class Masters:
         exact = self._exact.get(name)
         if exact is None:
             return parameter.data.to(MASTER_DTYPE)
-        return exact.clone() if cut is None else cut(exact).clone()
+        mine = exact if cut is None else cut(exact)
+        # Built without storage: the values come later.
+        return torch.empty_like(mine, device=parameter.device) if mine.is_meta else mine.clone()

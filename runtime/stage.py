@@ -37,10 +37,11 @@ class PassThrough(nn.Module):
     What the model asks of the block besides (its settings) is answered by the block's own modules, without storage.
     """
 
-    def __init__(self, form: BlockForm, block: nn.Module) -> None:
+    def __init__(self, form: BlockForm, block: nn.Module, device: torch.device | None) -> None:
         super().__init__()
         self._hidden, self._length = form.hidden, form.output_length
-        memo: dict[int, Any] = {id(p): nn.Parameter(_stub(p.detach()), p.requires_grad) for p in block.parameters()}
+        stubs = {p: _stub(p.detach(), device) for p in block.parameters()}
+        memo: dict[int, Any] = {id(p): nn.Parameter(stub, p.requires_grad) for p, stub in stubs.items()}
         memo |= {id(b): b for b in block.buffers()}
         memo |= {id(v): v for m in block.modules() for name, v in vars(m).items() if not name.startswith("_")}
         object.__setattr__(self, "_block", copy.deepcopy(block, memo))  # no submodule: it has no layer here
@@ -68,9 +69,17 @@ class StageBody(nn.Module):
     """
 
     def __init__(
-        self, model: nn.Module, structure: Structure, layers: range, side_inputs: SideInputs | None = None
+        self,
+        model: nn.Module,
+        structure: Structure,
+        layers: range,
+        side_inputs: SideInputs | None = None,
+        *,
+        device: torch.device | None = None,
     ) -> None:
+        """device: where stubs for parameters on the meta device are; default: with the parameter."""
         super().__init__()
+        self._device = device
         self.side_inputs = side_inputs or SideInputs()
         self.model = model
         self.structure = structure
@@ -92,14 +101,14 @@ class StageBody(nn.Module):
         for number in range(structure.num_blocks):
             if number + 1 not in self.layers:
                 self.model.set_submodule(
-                    structure.paths[number], PassThrough(structure.forms[number], self._block(number))
+                    structure.paths[number], PassThrough(structure.forms[number], self._block(number), self._device)
                 )
         own = {*(structure.embed_parameters if self.holds_embed else ())}
         own |= {*(structure.head_parameters if self.holds_head else ())}
         for name in {*structure.embed_parameters, *structure.head_parameters} - own:
             path, _, leaf = name.rpartition(".")
             owner = self.model.get_submodule(path)
-            stub = _stub(getattr(owner, leaf))
+            stub = _stub(getattr(owner, leaf), self._device)
             delattr(owner, leaf)
             owner.register_buffer(leaf, stub, persistent=False)
 
@@ -158,8 +167,9 @@ def same_tensors_again(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
 
 
-def _stub(parameter: Tensor) -> Tensor:
-    zero = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
+def _stub(parameter: Tensor, device: torch.device | None) -> Tensor:
+    place = device if parameter.is_meta else None
+    zero = torch.zeros((), dtype=parameter.dtype, device=place or parameter.device)
     return zero.expand(parameter.shape)
 
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch._guards import active_fake_mode
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+
+from autopar.runtime.dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 _resize: Callable[[torch.UntypedStorage, int], Any] = torch.UntypedStorage.resize_
 _active: list[LiveBytes] = []

@@ -16,7 +16,7 @@ from autopar.plan import Plan
 from autopar.request import OFFLOADED
 from autopar.runtime.batches import batch_form, vocab_size
 from autopar.runtime.launch import Progress, launch
-from autopar.runtime.models import build_model, import_model
+from autopar.runtime.models import build_empty, import_model
 from autopar.runtime.parallel import ParallelModel, parallelize
 from autopar.runtime.text import ByteBatches, check_vocabulary, default_text, read_text
 from autopar.runtime.tracker import LiveBytes
@@ -97,7 +97,7 @@ def prepare(payload: dict[str, Any]) -> None:
 def train_rank(payload: dict[str, Any], report: Progress) -> dict[str, Any]:
     """One rank's part of the run as plain data; the target of `launch`."""
     plan, steps = Plan.loads(payload["plan"]), int(payload["steps"])
-    model = build_model(plan.model.source, dtype=plan.request.dtype)
+    model = build_empty(plan.model.source, dtype=plan.request.dtype)
     check_vocabulary(vocab_size(model))
     batches = ByteBatches(
         text=default_text() if payload["text"] is None else read_text(payload["text"]),
@@ -106,7 +106,9 @@ def train_rank(payload: dict[str, Any], report: Progress) -> dict[str, Any]:
         form=batch_form(model),
     )
     device = torch.device("cuda", torch.cuda.current_device()) if plan.cluster.device == "cuda" else "cpu"
-    parallel = parallelize(model.to(device), plan)
+    if not any(p.is_meta for p in model.parameters()):
+        model = model.to(device)
+    parallel = parallelize(model, plan, weights=payload.get("resume"))
     optimizer = make_optimizer(parallel)
     first = 0
     if payload.get("resume") is not None:

@@ -18,6 +18,7 @@ from autopar.runtime.launch import Progress, inside_torchrun, launch
 from autopar.runtime.losses import IGNORED_LABEL, loss_of
 from autopar.runtime.models import build_model, import_model
 from autopar.runtime.parallel import ParallelModel, parallelize
+from autopar.runtime.recording import empty_weights
 from autopar.runtime.tiny import tiny_plan
 
 LOSS_TOLERANCE, GRADIENT_TOLERANCE, WEIGHT_TOLERANCE = 1e-5, 1e-4, 1e-4
@@ -118,7 +119,9 @@ def compare(
     a mean of means is right where they are even.
     """
     reference = _perturbed(build_model(plan.model.source, dtype=plan.request.dtype)).eval()
-    parallel = parallelize(_perturbed(build_model(plan.model.source, dtype=plan.request.dtype)).eval(), plan)
+    with empty_weights():
+        model = _perturbed(build_model(plan.model.source, dtype=plan.request.dtype)).eval()
+    parallel = parallelize(model, plan)
     if tamper is not None:
         tamper(parallel)
     one = torch.optim.AdamW(reference.parameters(), lr=_LEARNING_RATE, eps=_EPS)

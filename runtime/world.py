@@ -32,11 +32,14 @@ def join_world(plan: Plan) -> None:
 
 
 def equalise(model: nn.Module) -> None:
-    """Give every rank rank 0's weights and buffers unless all are equal already, as the sum of each tensor says."""
-    tensors = [*model.parameters(), *model.buffers()]
+    """Give every rank rank 0's weights and buffers unless all are equal already, as the sum of each tensor says.
+
+    Those on the meta device have none yet.
+    """
+    tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta]
     if not all(map(has_numbers, tensors)):
         return
-    marks = torch.stack([t.detach().double().sum().cpu() for t in tensors if t.numel()])
+    marks = torch.tensor([float(t.detach().double().sum()) for t in tensors if t.numel()], dtype=torch.float64)
     lowest, highest = marks.clone(), marks.clone()
     dist.all_reduce(lowest, op=dist.ReduceOp.MIN)
     dist.all_reduce(highest, op=dist.ReduceOp.MAX)

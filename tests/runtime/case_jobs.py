@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from autopar.errors import AutoparError
 from autopar.runtime.batches import labels_of
 from autopar.runtime.gradients import local_piece, whole, whole_parameter
-from autopar.runtime.models import build_model
+from autopar.runtime.models import build_empty, build_model
 from autopar.runtime.parallel import ParallelModel, parallelize
 from autopar.runtime.structure import fingerprint
 from autopar.runtime.verify import compare
@@ -26,8 +26,11 @@ PLAIN = "examples/gpt.py:build(width=32, heads=4, blocks=4, vocab=64, context=16
 
 
 def tied_copies(source: str, strategies: list[str], **shape: Any) -> dict[str, Any]:
-    """Every copy of the shared parameter on any rank after three clipped AdamW steps, as sums of its bits."""
-    wrapped, optimizer = _started(source, strategies, shape, seed=0)
+    """Every copy of the shared parameter on any rank after three clipped AdamW steps, as sums of its bits.
+
+    The model begins without storage.
+    """
+    wrapped, optimizer = _started(source, strategies, shape, seed=0, build=build_empty)
     _steps(wrapped, optimizer, (0, 1, 2))
     tied = {"model.embed_tokens.weight", "lm_head.weight"}
     mine = [

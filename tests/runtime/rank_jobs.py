@@ -347,9 +347,11 @@ def resume(source: str, folder: str, strategies: list[str], seed: int = 1, **sha
     return {"losses": _steps(wrapped, optimizer, (2, 3))}
 
 
-def _started(source: str, strategies: list[str], shape: dict[str, Any], seed: int) -> tuple[ParallelModel, Any]:
+def _started(
+    source: str, strategies: list[str], shape: dict[str, Any], seed: int, build: Any = build_model
+) -> tuple[ParallelModel, Any]:
     plan = make_plan(source, strategies, world=dist.get_world_size(), **shape)
-    wrapped = parallelize(build_model(source, seed=seed).eval(), plan)
+    wrapped = parallelize(build(source, seed=seed).eval(), plan)
     return wrapped, torch.optim.AdamW(wrapped.param_groups(), lr=1e-2 if seed == 0 else 0.5, eps=1e-5)
 
 

@@ -28,7 +28,7 @@ MODULES = {
     "torch.distributed.pipelining": "runtime/pipelining.py",
     "torch.export.graph_signature": "runtime/tensor_parallel/graph.py",
     "torch.testing._internal": "runtime/fakes.py",
-    "torch.utils._python_dispatch": "runtime/tracker.py",
+    "torch.utils._python_dispatch": "runtime/dispatch.py",
     "torch.utils._pytree": "runtime/trees.py",
     "transformers": "runtime/hugging_face.py",
 }

@@ -1,0 +1,118 @@
+"""What was done to tensors, as values, and doing it again: a tensor made from the operations that led to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.runtime.trees import tree_leaves, tree_map
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class State:
+    """What a storage holds at some point: what `write` left in it, or the bytes of `constant`; anything where neither.
+
+    token: the same for all states of one storage; lost: its numbers cannot be made.
+    """
+
+    token: object
+    size_bytes: int
+    write: Write | None = None
+    constant: list[torch.UntypedStorage] | None = None
+    lost: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class View:
+    """A strided tensor in a storage of some state."""
+
+    state: State
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclass(kw_only=True, eq=False)
+class Write:
+    """One recorded operation with the views that it took; number: its place among all.
+
+    made: token, dtype, shape and stride of each storage that it made, by the place in what it returned; random: the
+    state of the generator before it, None where it draws nothing; own_generator: whether that was an argument.
+    """
+
+    number: int
+    function: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    random: Tensor | None
+    own_generator: bool
+    made: dict[int, tuple[object, tuple[int, ...]]]
+
+
+def writes_of(views: Iterable[View]) -> list[Write]:
+    """All that must be done again, in order, to make these tensors."""
+    found: dict[int, Write] = {}
+    waiting = [view.state for view in views]
+    while waiting:
+        write = waiting.pop().write
+        if write is not None and write.number not in found:
+            found[write.number] = write
+            waiting += [leaf.state for leaf in tree_leaves((write.args, write.kwargs)) if isinstance(leaf, View)]
+    return [found[number] for number in sorted(found)]
+
+
+@torch.no_grad()
+def made(view: View) -> Tensor:
+    """The tensor with its numbers, alone in a storage of its own; torch's generators stay as they are."""
+    memory: dict[object, torch.UntypedStorage] = {}
+
+    def real(leaf: Any) -> Any:
+        if not isinstance(leaf, View):
+            return leaf
+        state = leaf.state
+        if state.token not in memory:
+            if state.lost:
+                raise RuntimeError("its value came from a tensor on the meta device that was never recorded")
+            kept = state.constant
+            memory[state.token] = kept[0].clone() if kept else torch.UntypedStorage(state.size_bytes, device="cpu")
+        return torch.empty(0, dtype=leaf.dtype, device=CPU).set_(
+            memory[state.token], leaf.offset, leaf.shape, leaf.stride
+        )
+
+    with torch.random.fork_rng(devices=[]):
+        for write in writes_of([view]):
+            args, kwargs = tree_map(real, (write.args, write.kwargs))
+            if kwargs.get("device") is not None:
+                kwargs["device"] = CPU
+            if write.own_generator:
+                kwargs["generator"] = torch.Generator()
+                kwargs["generator"].set_state(write.random)
+            elif write.random is not None:
+                torch.set_rng_state(write.random)
+            results = tensors_in(write.function(*args, **kwargs))
+            for place, (token, stride) in write.made.items():
+                result = results[place]
+                if "empty" in write.function.name():
+                    result.zero_()  # it held anything, and must be the same on all ranks
+                if result.stride() != stride:
+                    result = strided(result.shape, stride, result.dtype).copy_(result)
+                memory[token] = result.untyped_storage()
+        out: Tensor = real(view)
+    return out
+
+
+def strided(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A real tensor of this form, with any numbers."""
+    return torch.empty_strided(shape, stride, dtype=dtype, device=CPU)
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors of a value, in order."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
