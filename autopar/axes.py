@@ -27,10 +27,23 @@ class Axis:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How an activation lies on a stage: the axes that cut its samples, and those that cut its sequence."""
+    """How an activation lies on a stage: the axes that cut its samples, and those that cut its sequence.
+
+    dealt: those of `sequence` (cp) over which it is dealt out in pairs: of 2 n equal pieces, place i of n has the
+    pieces i and 2 n - 1 - i, so that each place has as much to do under a causal mask. The other axes of `sequence`
+    cut such a pair evenly.
+    """
 
     batch: tuple[str, ...]
     sequence: tuple[str, ...] = ()
+    dealt: tuple[str, ...] = ()
+
+    def kept(self, other: Layout) -> tuple[int, int]:
+        """How many leading axes of the samples and of the sequence stay when this layout becomes the other."""
+        sequence = _common(self.sequence, other.sequence)
+        if self.dealt != other.dealt or not {*self.dealt} <= {*self.sequence[:sequence]}:
+            sequence = 0
+        return _common(self.batch, other.batch), sequence
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +152,7 @@ class RankMesh:
         sequence = tuple(name for name in self.names if name in {*sp, *cp})
         if strategy.sequence_norms:
             sequence = tuple(name for name in self.names if name in {*sequence, *tp})
-        layout = Layout(batch=batch, sequence=sequence)
+        layout = Layout(batch=batch, sequence=sequence, dealt=cp)
         return Placement(
             tp=tp, sp=sp, cp=cp, ep=ep, dp_shard=dp_shard, dp_replicate=dp_replicate, dp=dp, layout=layout
         )
@@ -148,6 +161,11 @@ class RankMesh:
     def boundary(self) -> Layout:
         """The one layout in which activations cross stages: the micro-batch cut over all axes of the stage."""
         return Layout(batch=self.names)
+
+
+def _common(old: tuple[str, ...], new: tuple[str, ...]) -> int:
+    """The length of the common beginning."""
+    return next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
 
 
 @lru_cache(maxsize=1 << 14)

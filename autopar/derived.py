@@ -7,8 +7,10 @@
                    context parallelism (zigzag) 1/cp of the tokens and of the masked scores
     Ulysses        all-to-all of queries, keys, values and output, forward and backward each, every one the rank's
                    own n S / k tokens; one of them more is alive at the peaks
-    context        all-gather of keys and of values over cp in the forward, reduce-scatter of their gradients in the
-                   backward; the backward keeps the gathered ones, and both gradients while it works
+    context        all-gather of keys and values over cp in the forward, reduce-scatter of their gradients in the
+                   backward; the backward keeps the gathered ones, and both gradients while it works. Around a ring
+                   (`goes_around`): they come by once more in the backward, their gradients make one step more, and
+                   nothing but the own ones is kept
     selective      the core attention (scores, softmax, product with the values) keeps nothing but its inputs and
                    output and runs again: its share of the FLOPs of a forward, 4 S heads head_dim a token
     vocabulary     ceil(V / tp) rows of the matrix on each rank (padded), for the tokens of all tp ranks, each of which
@@ -30,6 +32,10 @@ from autopar.units import DTYPE_BYTES
 
 WHOLE_HEAD_INPUTS = 4
 """Assumed: what a head keeps beside the logits, in copies of its input (Llama's norm keeps 8 bytes an element)."""
+
+RING_WIDTHS = 12
+"""From how many elements a token and channel on gathered keys and values go around a ring: half of what Llama's block
+keeps, 23 (`profile model "LlamaConfig(hidden_size=1024, intermediate_size=2816)" --for h100-80g`, bfloat16)."""
 
 LOSS_REDUCTIONS, LOSS_BYTES = 3, 4
 """The maximum, the sum of exponentials and the label's logit: one float32 a token each."""
@@ -89,6 +95,18 @@ def core_bytes(attention: Attention, sequence: int, element_bytes: int) -> float
     return float((4 + (element_bytes if element_bytes < 4 else 0)) * attention.heads * sequence**2)
 
 
+def goes_around(attention: Attention, strategy: Strategy) -> bool:
+    """Whether context parallelism sends keys and values around a ring instead of gathering them.
+
+    A ring sends half as much again and keeps the own ones only. It is taken where the gathered ones, kept for the
+    backward, would come to RING_WIDTHS of the queries' width a token: with 8 ranks where all heads have keys of their
+    own, with 49 where 8 heads share theirs, never where the forward runs again.
+    """
+    if strategy.cp == 1 or strategy.recompute == "full":
+        return False
+    return 2 * (strategy.cp - 1) * attention.kv_heads >= RING_WIDTHS * attention.heads
+
+
 def _with_cut_sequence(cost: LayerCost, attention: Attention, strategy: Strategy, token_bytes: int) -> LayerCost:
     """With 1/(sp * cp) of the tokens on a rank; token_bytes: of one channel of one sample, whole."""
     cut = strategy.sp * strategy.cp
@@ -103,12 +121,20 @@ def _with_cut_sequence(cost: LayerCost, attention: Attention, strategy: Strategy
         for name in _PEAKS:
             scaled[name] = _plus(scaled[name], query)
     if strategy.cp > 1:
-        gathered = key * strategy.cp
-        calls += [_call("all_gather", "forward", gathered, "cp")] * 2
-        calls += [_call("reduce_scatter", "backward", gathered, "cp")] * 2
-        for name in ("saved_bytes", *_PEAKS):
-            scaled[name] = _plus(scaled[name], 2 * (gathered - key))
-        scaled["backward_peak_bytes"] = _plus(scaled["backward_peak_bytes"], 2 * gathered)
+        own, gathered = 2 * key, 2 * key * strategy.cp
+        calls.append(_call("all_gather", "forward", gathered, "cp"))
+        if goes_around(attention, strategy):
+            # n steps of the own size, where a reduce-scatter of `gathered` bytes makes n - 1.
+            steps = strategy.cp / (strategy.cp - 1)
+            calls += [_call("all_gather", "backward", gathered, "cp")]
+            calls += [_call("reduce_scatter", "backward", gathered * steps, "cp")]
+            scaled["forward_peak_bytes"] = _plus(scaled["forward_peak_bytes"], own)
+            scaled["backward_peak_bytes"] = _plus(scaled["backward_peak_bytes"], 3 * own)
+        else:
+            calls.append(_call("reduce_scatter", "backward", gathered, "cp"))
+            for name in ("saved_bytes", *_PEAKS):
+                scaled[name] = _plus(scaled[name], gathered - own)
+            scaled["backward_peak_bytes"] = _plus(scaled["backward_peak_bytes"], gathered)
     return replace(
         cost,
         # The seconds of n samples are those of cut * n samples of 1/cut of the tokens.

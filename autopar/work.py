@@ -210,8 +210,7 @@ def relayout_s(
     def gathers_s(a: Layout, b: Layout) -> float:
         local_bytes = activation_bytes / mesh.size((*a.batch, *a.sequence))
         total_s = 0.0
-        for old, new in ((a.batch, b.batch), (a.sequence, b.sequence)):
-            kept = next((i for i, (x, y) in enumerate(zip(old, new, strict=False)) if x != y), min(len(old), len(new)))
+        for old, kept in zip((a.batch, a.sequence), a.kept(b), strict=True):
             for name in reversed(old[kept:]):
                 local_bytes *= mesh.size((name,))
                 shape = shape_of(mesh, (name,), cluster.ranks_per_node)

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from autopar.measured import Line
+from autopar.runtime.flash import FLASH_FOR_CPU
 from autopar.runtime.tracker import LiveBytes, storage_bytes, storage_key, tensors_of
 
-_CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _GROUPED_PRODUCT = torch.ops.aten._grouped_mm
 
 
@@ -121,7 +121,7 @@ def _saved(call: LayerCall) -> tuple[int, int]:
         return tensor.detach()
 
     weight = torch.zeros((), device=next(call.module.parameters()).device, requires_grad=True)
-    missing = {_CPU_ATTENTION: _attention_flops, _GROUPED_PRODUCT: _grouped_flops}
+    missing = {FLASH_FOR_CPU: _attention_flops, _GROUPED_PRODUCT: _grouped_flops}
     counter = FlopCounterMode(display=False, custom_mapping=missing)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), counter:
         output = run_inside_model(call, weight)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from autopar.axes import Placement
+from autopar.derived import goes_around
 from autopar.plan import Plan
 from autopar.runtime.gradients import HeldParameter, TensorParallelCut
 from autopar.runtime.groups import RankGroups
@@ -166,8 +167,10 @@ def _cut_blocks(
         where = mesh.coordinates(groups.rank)
         coordinate = tuple(where[axis] for axis in axes)
         tensor_groups = _tensor_groups(groups, axes) if axes else []
-        sharing = _sharing(groups, placed) if strategy.sp * strategy.cp > 1 else None
-        key = (kind, axes, strategy.sequence_norms, placed.sp, placed.cp)
+        attention = described.derivations[kind].attention
+        around = attention is not None and goes_around(attention, strategy)
+        sharing = _sharing(groups, placed, around) if strategy.sp * strategy.cp > 1 else None
+        key = (kind, axes, strategy.sequence_norms, placed.sp, placed.cp, around)
         args, kwargs = found.inputs[kind].args, found.inputs[kind].kwargs
         if key not in checked:
             with with_numbers(block, device):
@@ -177,15 +180,15 @@ def _cut_blocks(
             checked.add(key)
             for name, other in body.side_inputs.found.items():
                 if isinstance(other, Probe):
-                    inputs = other.inputs[kind]
+                    inputs = other.inputs[other.structure.kinds[number]]
                     again = partial(check_again, graphs, tensor_groups, inputs.args, inputs.kwargs)
                     body.side_inputs.checks.setdefault(name, []).append(again)
         cut[number] = block_plan
     return cut
 
 
-def _sharing(groups: RankGroups, placed: Placement) -> SequenceTeams:
-    """The ranks that share the sequence of this rank's samples in a layer placed so."""
+def _sharing(groups: RankGroups, placed: Placement, around: bool) -> SequenceTeams:
+    """The ranks that share the sequence of this rank's samples in a layer placed so; around: see SequenceTeams."""
     from autopar.runtime.tensor_parallel import SequenceTeams, Team
 
     def team(axes: tuple[str, ...]) -> Team:
@@ -199,7 +202,8 @@ def _sharing(groups: RankGroups, placed: Placement) -> SequenceTeams:
     parts = mesh.group(rank, axes)
     own = [parts.index(r) for r in mesh.group(rank, placed.sp)]
     every = [parts.index(r) for peer in mesh.group(rank, placed.cp) for r in mesh.group(peer, placed.sp)]
-    return SequenceTeams(team(axes), team(placed.sp), team(placed.cp), tuple(own), tuple(every))
+    dealt = tuple((mesh.size((name,)), name in placed.cp) for name in axes)
+    return SequenceTeams(team(axes), team(placed.sp), team(placed.cp), tuple(own), tuple(every), dealt, around)
 
 
 def _tensor_groups(groups: RankGroups, axes: tuple[str, ...]) -> list[dist.ProcessGroup]:

@@ -7,10 +7,14 @@ their gradients are equal and complete already. Checked against DTensor's redist
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
+from math import prod
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 from autopar.axes import Layout
@@ -107,21 +111,37 @@ def relayout(x: Tensor, source: Layout, target: Layout, group_of: GroupOf, *, ba
 
     x: samples along `batch_dim`, sequence along the next. Common leading axes stay; the others of `source` are
     gathered, innermost first, then those of `target` cut. Cost: one all-gather per gathered axis forward, one per
-    cut axis backward.
+    cut axis backward, and a copy where a sequence is dealt out or put in order again.
     """
     pairs = ((batch_dim, source.batch, target.batch), (batch_dim + 1, source.sequence, target.sequence))
-    kept = [_common_prefix(old, new) for _, old, new in pairs]
+    kept = source.kept(target)
     for (dim, old, _), keep in zip(pairs, kept, strict=True):
         for axis in reversed(old[keep:]):
             x = _Gather.apply(x, dim, group_of(axis))
+    if kept[1] == 0:
+        for layout, back in ((source, True), (target, False)):
+            if layout.dealt:
+                axes = tuple((dist.get_world_size(group_of(axis)), axis in layout.dealt) for axis in layout.sequence)
+                order = dealt_order(x.shape[batch_dim + 1], axes)
+                places = torch.from_numpy(order.argsort() if back else order)
+                x = x.index_select(batch_dim + 1, places.to(x.device))
     for (dim, _, new), keep in zip(pairs, kept, strict=True):
         for axis in new[keep:]:
             x = _Cut.apply(x, dim, group_of(axis))
     return x
 
 
-def _common_prefix(old: tuple[str, ...], new: tuple[str, ...]) -> int:
-    keep = 0
-    while keep < min(len(old), len(new)) and old[keep] == new[keep]:
-        keep += 1
-    return keep
+@lru_cache(maxsize=64)
+def dealt_order(length: int, axes: tuple[tuple[int, bool], ...]) -> NDArray[np.int64]:
+    """The places of a sequence in the order in which the ranks along `axes` hold them, rank after rank.
+
+    axes: for each axis of the sequence, outermost first, its size and whether it deals out pairs (see Layout). An
+    array of numpy, as no tensor keeps its values where models are traced with fake ones.
+    """
+    pairs = prod(size for size, dealt in axes if dealt)
+    pieces = np.arange(length).reshape(2 * pairs, -1)
+    held = np.concatenate([pieces[:pairs], pieces[: pairs - 1 : -1]], axis=1)
+    outer_first = sorted(range(len(axes)), key=lambda i: not axes[i][1])
+    held = held.reshape(*(axes[i][0] for i in outer_first), -1)
+    back = [outer_first.index(i) for i in range(len(axes))]
+    return held.transpose(*back, len(axes)).flatten()

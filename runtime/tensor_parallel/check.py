@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -48,22 +48,28 @@ def check_plan(
     local = copy.deepcopy(whole)
     apply(local, plan, groups, coordinate, sharing=sharing)
     rank = plan.coordinates.index(tuple(coordinate)) if sharing is None else sharing.whole.rank
-    whole_inputs, local_inputs = _leaves((args, kwargs), None), _leaves((args, kwargs), (plan, rank))
+
+    def part(x: Tensor) -> Tensor:
+        if sharing is not None:
+            return sharing.part(x)
+        return x.chunk(plan.sequence_parts, 1)[rank] if plan.sequence_parts > 1 else x
+
+    whole_inputs, local_inputs = _leaves((args, kwargs), None), _leaves((args, kwargs), part)
     weight = torch.Generator().manual_seed(7)
     expected = _main_output(whole, whole_inputs)
     direction = torch.randn(expected.shape, generator=weight, dtype=torch.float32).to(expected)
     (expected * direction).sum().backward()
     found = _main_output(local, local_inputs)
-    (found * _part(direction, plan, rank)).sum().backward()
+    (found * part(direction)).sum().backward()
 
-    errors = {"the output": _error(found, _part(expected, plan, rank), 0.0)}
+    errors = {"the output": _error(found, part(expected), 0.0)}
     floor = ABSOLUTE_FLOOR * max((float(p.grad.norm()) for p in whole.parameters() if p.grad is not None), default=0.0)
     first = True
     pairs = zip(tree_leaves(whole_inputs), tree_leaves(local_inputs), strict=True)
     for i, (want, got) in enumerate(pairs):
         if isinstance(want, Tensor) and want.requires_grad:
             gradient = _gradient(want)
-            gradient = _part(gradient, plan, rank) if first else gradient
+            gradient = part(gradient) if first else gradient
             errors[f"the gradient of input {i}"] = _error(_gradient(got), gradient, floor)
             first = False
     for (name, want), got in zip(whole.named_parameters(), local.parameters(), strict=True):
@@ -120,7 +126,7 @@ def _precise(x: Tensor) -> Tensor:
     return x.float() if x.dtype in _HALF else x
 
 
-def _leaves(inputs: Any, part: tuple[BlockPlan, int] | None) -> Any:
+def _leaves(inputs: Any, part: Callable[[Tensor], Tensor] | None) -> Any:
     """The inputs with fresh leaves for the floating-point tensors of 3 or more dimensions, the activation first."""
     first = True
 
@@ -132,15 +138,11 @@ def _leaves(inputs: Any, part: tuple[BlockPlan, int] | None) -> Any:
         if not x.is_floating_point() or x.dim() < 3:
             return x
         if first and part is not None:
-            x = _part(x, *part)
+            x = part(x)
         first = False
         return x.clone().requires_grad_()
 
     return tree_map(visit, inputs)
-
-
-def _part(x: Tensor, plan: BlockPlan, rank: int) -> Tensor:
-    return x.chunk(plan.sequence_parts, 1)[rank] if plan.sequence_parts > 1 else x
 
 
 def _main_output(block: nn.Module, inputs: Any) -> Tensor:

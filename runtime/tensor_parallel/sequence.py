@@ -15,14 +15,19 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor, fx, nn
 
-from autopar.runtime.tensor_parallel.collectives import Copy, Slice, Team, gather_parts
+from autopar.runtime.flash import takes
+from autopar.runtime.relayout import dealt_order
+from autopar.runtime.tensor_parallel.collectives import Copy, Team, gather_parts
 from autopar.runtime.tensor_parallel.factors import Dims, Factor, leaves
 from autopar.runtime.tensor_parallel.graph import BlockGraph, op_name, sequence_leaf
 from autopar.runtime.tensor_parallel.rewrite import Rewriter, is_random
+from autopar.runtime.tensor_parallel.ring import attend
 from autopar.runtime.tensor_parallel.states import IllegalClassesError
 
 ATTENTION = "scaled_dot_product_attention"
@@ -33,7 +38,9 @@ class SequenceTeams:
     """The ranks that share the sequence of some samples: `whole` all of them, in the order of their parts.
 
     sp, cp: those among which heads change hands, and those that gather keys and values. own: the parts that this rank
-    has after the exchange; every: those that it has after the gather too, in this order.
+    has after the exchange; every: those that it has after the gather too, in this order. axes: of the parts, outermost
+    first: the size of each and whether it deals the sequence out in pairs (cp). around: keys and values go around a
+    ring instead of being gathered.
     """
 
     whole: Team
@@ -41,17 +48,32 @@ class SequenceTeams:
     cp: Team
     own: tuple[int, ...]
     every: tuple[int, ...]
+    axes: tuple[tuple[int, bool], ...]
+    around: bool = False
 
     @classmethod
     def alone(cls, sp: int, cp: int) -> SequenceTeams:
         """The first rank's, without groups: collectives only change shapes."""
         parts = tuple(range(sp * cp))
-        return cls(Team(sp * cp, 0), Team(sp, 0), Team(cp, 0), parts[:sp], parts)
+        return cls(Team(sp * cp, 0), Team(sp, 0), Team(cp, 0), parts[:sp], parts, ((cp, True), (sp, False)))
 
     def places(self, sequence: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """The places in the whole sequence of this rank's queries, and of the keys and values."""
-        parts = torch.arange(sequence, device=device).view(self.whole.ranks, -1)
-        return parts[list(self.own)].flatten(), parts[list(self.every)].flatten()
+        parts = self.parts(sequence)
+        rows, columns = (torch.from_numpy(parts[list(some)].flatten()) for some in (self.own, self.every))
+        return rows.to(device), columns.to(device)
+
+    def parts(self, sequence: int) -> NDArray[np.int64]:
+        """The places in the whole sequence that each rank of `whole` holds: [ranks, sequence / ranks]."""
+        order = np.arange(sequence) if self.cp.ranks == 1 else dealt_order(sequence, self.axes)
+        return order.reshape(self.whole.ranks, -1)
+
+    def part(self, x: Tensor, dim: int = 1) -> Tensor:
+        """This rank's part of a tensor that has the whole sequence along `dim`."""
+        if self.cp.ranks == 1:
+            return x.chunk(self.whole.ranks, dim)[self.whole.rank]
+        places = torch.from_numpy(self.parts(x.shape[dim])[self.whole.rank].copy())
+        return x.index_select(dim, places.to(x.device))
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,7 +164,7 @@ class SequenceRewriter(Rewriter):
     def _edge(self, user: fx.Node, node: fx.Node) -> fx.Node:
         value = super()._edge(user, node)
         if (user, node) in self.parts.cuts:
-            part = Slice(self.sharing.whole, self._shape(node, True), self._outer(node))
+            part = TakePart(self.sharing, self.parts.sequence.size, self._shape(node, True), self._outer(node))
             value = self._once("slice", (), node, value, part)
         return value
 
@@ -173,6 +195,21 @@ class SequenceRewriter(Rewriter):
         self.graph.erase_node(copy)
 
 
+class TakePart(nn.Module):
+    """This rank's part of a sequence that it holds whole; the backward has zeros at the other places.
+
+    shape: of the part; outer: the elements of all dimensions outside the sequence.
+    """
+
+    def __init__(self, teams: SequenceTeams, length: int, shape: list[int], outer: int) -> None:
+        super().__init__()
+        self.teams, self.length, self.shape, self.outer = teams, length, shape, outer
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The part."""
+        return self.teams.part(x.reshape(self.outer, self.length, -1)).reshape(self.shape)
+
+
 class SplitAttention(nn.Module):
     """The attention of one rank: on its part of the heads (sp), with its part of the queries (cp)."""
 
@@ -196,6 +233,9 @@ class SplitAttention(nn.Module):
             q, k, v = (_Exchange.apply(x, sp, -3, -2) for x in (q, k, v))
             if mask is not None and mask.dim() > 2 and mask.shape[-3] > 1:
                 mask = mask.chunk(sp.ranks, -3)[sp.rank]
+        if cp.ranks > 1 and mask is None and not dropout_p and takes(q, k, v, is_causal):
+            out = attend(q, k, v, cp, is_causal, kwargs.get("scale"), self.teams.around)
+            return _Exchange.apply(out, sp, -2, -3) if sp.ranks > 1 else out
         if cp.ranks > 1:
             k, v = (_whole_sequence(x, cp) for x in (k, v))
             rows, columns = self.teams.places(k.shape[-2], q.device)
@@ -204,7 +244,7 @@ class SplitAttention(nn.Module):
                 mask = mask.index_select(-1, columns) if mask.shape[-1] > 1 else mask
             if is_causal:
                 mask, is_causal = rows[:, None] >= columns, False
-        out: Tensor = self.attention(q, k, v, mask, dropout_p, is_causal, **kwargs)
+        out = self.attention(q, k, v, mask, dropout_p, is_causal, **kwargs)
         return _Exchange.apply(out, sp, -2, -3) if sp.ranks > 1 else out
 
 

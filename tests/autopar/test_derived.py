@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.axes import RankMesh
-from autopar.derived import local_cost
+from autopar.derived import goes_around, local_cost
 from autopar.measured import LayerCost, LayerProfile
 from autopar.memory import Unit, walk
 from autopar.model import Attention, LayerKind
@@ -71,11 +71,49 @@ def test_fewer_kv_heads_exchange_less() -> None:
 def test_context_parallel_gathers_keys_and_values_and_scatters_their_gradients() -> None:
     work = _work("dp2-cp2")
     whole = 4 * SEQUENCE * TOKEN
-    assert work.sequence_forward_s == pytest.approx(2 * _s("all_gather", 2, whole), rel=0.03)
-    assert work.sequence_backward_s == pytest.approx(2 * _s("reduce_scatter", 2, whole), rel=0.03)
+    assert work.sequence_forward_s == pytest.approx(_s("all_gather", 2, 2 * whole), rel=0.03)
+    assert work.sequence_backward_s == pytest.approx(_s("reduce_scatter", 2, 2 * whole), rel=0.03)
     # With both, a rank holds half of the heads: the gathered keys are half as large.
     both = [call for call in _cost("sp2-cp2").calls if call.over == "cp"]
-    assert [call.size_bytes.per_sample for call in both] == [SEQUENCE * TOKEN / 2] * 4
+    assert [call.size_bytes.per_sample for call in both] == [SEQUENCE * TOKEN] * 2
+
+
+def test_keys_and_values_go_around_a_ring_where_gathered_ones_would_weigh() -> None:
+    attention = Attention(heads=8, kv_heads=8, head_dim=16)
+    grouped = replace(attention, kv_heads=1)
+    taken = {short: goes_around(attention, Strategy.parse(short)) for short in ("cp4", "cp8", "cp8-r", "sp8", "dp8")}
+    assert taken == {"cp4": False, "cp8": True, "cp8-r": False, "sp8": False, "dp8": False}
+    assert not goes_around(grouped, Strategy.parse("cp32"))
+    assert goes_around(grouped, Strategy.parse("cp49"))
+
+
+def test_a_ring_keeps_the_own_keys_only_and_passes_them_twice() -> None:
+    kind = replace(KINDS["block"], attention=Attention(heads=4, kv_heads=4, head_dim=16))
+    plain, ring = _cost("dp8", kind), _cost("cp8", kind)
+    assert ring.saved_bytes.per_sample == pytest.approx(plain.saved_bytes.per_sample / 8)
+    whole = 2 * SEQUENCE * TOKEN
+    calls = [(c.collective, c.phase, c.size_bytes.per_sample) for c in ring.calls if c.over == "cp"]
+    assert calls == [
+        ("all_gather", "forward", whole),
+        ("all_gather", "backward", whole),
+        ("reduce_scatter", "backward", pytest.approx(whole * 8 / 7)),
+    ]
+
+
+@pytest.mark.parametrize("recompute", ["", "-r"])
+@pytest.mark.parametrize("short", ["dp2{z}-sp2", "dp2{z}-cp2", "cp4", "sp4", "sp2-cp2", "tp2-sp2", "tp2-cp2"])
+def test_search_loses_nothing_without_cut_sequences(short: str, recompute: str) -> None:
+    """More dp instead, as many tokens and shards on a rank, takes no more time and memory."""
+    for zero in ("", "-z1", "-z2", "-z3") if "{z}" in short else ("",):
+        cut = Strategy.parse(short.format(z=zero) + recompute)
+        shards = cut.state_shards if cut.zero else None
+        plain = replace(cut, dp=cut.dp * cut.sp * cut.cp, sp=1, cp=1, shard=shards)
+        for samples in (4, 8, 32):
+            mine, other = _work(cut.short, samples), _work(plain.short, samples / (cut.sp * cut.cp))
+            for name in ("whole_forward_s", "whole_backward_s", "sync_s", "optimizer_s"):
+                assert getattr(other, name) <= getattr(mine, name) * (1 + 1e-9), (name, zero)
+            peaks = [_peak(cut.short, samples).peak_bytes, _peak(plain.short, samples / (cut.sp * cut.cp)).peak_bytes]
+            assert peaks[1] <= peaks[0], zero
 
 
 @pytest.mark.parametrize("short", ["dp2-sp2", "dp2-cp2"])

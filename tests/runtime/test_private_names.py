@@ -46,7 +46,10 @@ ATTRIBUTES = {
     "_ops": ("runtime/tensor_parallel/graph.py", torch),
     "_overloadname": ("runtime/tensor_parallel/rewrite.py", torch.ops.aten.add_.Tensor),
     "_parameters": ("runtime/tensor_parallel/execute.py", nn.Linear(1, 1)),
-    "_scaled_dot_product_flash_attention_for_cpu": ("profiler/trace.py", torch.ops.aten),
+    "_scaled_dot_product_flash_attention": ("runtime/flash.py", torch.ops.aten),
+    "_scaled_dot_product_flash_attention_backward": ("runtime/flash.py", torch.ops.aten),
+    "_scaled_dot_product_flash_attention_for_cpu": ("runtime/flash.py", torch.ops.aten),
+    "_scaled_dot_product_flash_attention_for_cpu_backward": ("runtime/flash.py", torch.ops.aten),
     "_schema": ("runtime/tensor_parallel/graph.py", torch.ops.aten.add.Tensor),
     "_unsafe_view": ("runtime/tensor_parallel/native.py", torch.ops.aten),
 }

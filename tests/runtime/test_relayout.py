@@ -7,10 +7,12 @@ Ranks = Callable[..., list[Any]]
 
 
 def test_every_pair_of_layouts_equals_dtensor_and_cutting_the_whole(ranks: Ranks) -> None:
-    """All layouts over two axes, and a three-axis sample, values and gradients."""
-    for results in (ranks("relayout_pairs", 4, sizes=[2, 2]), ranks("relayout_pairs", 6, sizes=[3, 2])):
+    """All layouts over two axes, also of sequences dealt out in pairs, values and gradients."""
+    plain = ranks("relayout_pairs", 4, sizes=[2, 2], ways=["batch", "sequence"])
+    dealt = ranks("relayout_pairs", 6, sizes=[3, 2], ways=["batch", "sequence", "dealt"])
+    for pairs, results in ((81, plain), (256, dealt)):
         for result in results:
-            assert result["pairs"] >= 49
+            assert result["pairs"] == pairs
             assert result["value_error"] == 0.0
             assert result["gradient_error"] == 0.0
             assert result["dtensor_error"] == 0.0

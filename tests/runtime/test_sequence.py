@@ -78,16 +78,62 @@ def test_an_exchange_is_the_whole_cut_otherwise(ranks: Ranks) -> None:
         assert max(found.values()) == 0.0, found
 
 
-@pytest.mark.parametrize("fault", ["own part only", "wrong order"])
-def test_a_wrong_exchange_is_caught(fault: str, ranks: Ranks) -> None:
-    arguments = {"source": PLAIN, "strategies": ["dp4", "dp2-sp2", "dp4", "dp4"], "fault": fault}
+@pytest.mark.parametrize(
+    ("fault", "strategy"),
+    [
+        ("own part only", "dp2-sp2"),
+        pytest.param("wrong order", "dp2-sp2", marks=pytest.mark.slow),
+        ("later parts as own", "dp2-cp2"),
+    ],
+)
+def test_a_wrong_exchange_is_caught(fault: str, strategy: str, ranks: Ranks) -> None:
+    arguments = {"source": PLAIN, "strategies": ["dp4", strategy, "dp4", "dp4"], "fault": fault}
     for found in ranks("sequence_jobs:faulty", 4, **arguments):
         assert "RunError: the sequence-parallel plan of Block is wrong at" in found
 
 
-def test_a_mask_taken_by_local_places_is_caught(ranks: Ranks) -> None:
-    for found in ranks("sequence_jobs:local_rows", 4, source=PLAIN, strategies=["dp4", "dp2-cp2", "dp4", "dp4"]):
-        assert "RunError: the sequence-parallel plan of Block is wrong at" in found
+def test_rotary_places_in_one_piece_are_caught(ranks: Ranks) -> None:
+    arguments = {"source": LLAMA4, "strategies": ["dp2", "cp2", *["dp2"] * 4], "fault": "places in one piece"}
+    for found in ranks("sequence_jobs:faulty", 2, **arguments):
+        assert "RunError: the sequence-parallel plan of LlamaDecoderLayer is wrong at" in found
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
+def test_attention_in_parts_is_torchs_own(size: int, ranks: Ranks) -> None:
+    """Output and gradients, keys gathered or around the ring; every rank has as many scores, under a mask half of all.
+
+    Scores in squares of a piece of the sequence: 2 n pieces of keys for the 2 of a rank's queries.
+    """
+    for kv_heads in (2, 4):
+        for found in ranks("sequence_jobs:attended", size, heads=4, kv_heads=kv_heads, piece=3):
+            assert {form: scores for form, (_, scores) in found.items()} == {
+                f"causal {causal}, around {around}": 2 * size * (1 if causal else 2)
+                for causal in (False, True)
+                for around in (False, True)
+            }
+            assert max(error for error, _ in found.values()) <= 1e-12
+
+
+def test_later_parts_taken_for_own_are_seen(ranks: Ranks) -> None:
+    fault = "later parts as own"
+    for place, found in enumerate(ranks("sequence_jobs:attended", 2, heads=4, kv_heads=2, piece=3, fault=fault)):
+        for form, (error, _) in found.items():
+            assert (error > 0.1) == ("causal True" in form), (place, form)
+
+
+AROUND = {
+    "rotary": (LLAMA.format(heads=4, kv=2), ["dp2", "cp2", "dp2-z3", "cp2-r", "dp2", "dp2"], 2),
+    "in the ring of four": (LLAMA4, ["dp4", "cp4", "dp2-z2-cp2", "tp2-cp2", "sp2-cp2", "dp4"], 4),
+    "of both ends": (GPT2, ["dp4", "dp2-cp2", "cp4", "dp4"], 4),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "rotary")) for n in AROUND])
+def test_around_the_ring_equals_one_process(name: str, ranks: Ranks) -> None:
+    source, strategies, size = AROUND[name]
+    job = {"source": source, "strategies": strategies, "sequence": 16, "micro_batches": 2}
+    for found in ranks("sequence_jobs:around_equals_one_process", size, steps=2, **job):
+        assert found["agrees"], found
 
 
 def test_a_gradient_that_is_not_summed_over_the_sequence_is_caught(ranks: Ranks) -> None:
