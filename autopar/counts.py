@@ -187,6 +187,8 @@ def _seconds(count: LayerCount, samples: int, tp: int, machine: roofline.Machine
     loss_s = machine.loss_passes * 8 * samples * count.loss_logits / machine.memory_bytes_per_s
     forward_s += products_s + streams_s + loss_s
     backward_s += machine.backward_ratio * products_s + 1.5 * streams_s + loss_s
+    if count.kind.role != "block":
+        return forward_s, backward_s
     launch_s = machine.launch_s * count.launches * (1.25 if tp > 1 else 1.0)
     return (
         float(roofline.smooth_max(forward_s, launch_s)),

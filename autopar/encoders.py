@@ -198,7 +198,6 @@ def classifier_count(kind: LayerKind, tokens: float, hidden: int, classes: int) 
         forward=(kept.plus(whole=2 * tokens * hidden + 6 * classes),),
         backward=(kept.plus(whole=4 * tokens * hidden + 8 * classes, once=2 * hidden * classes),),
         loss_logits=classes,
-        launches=0.5,
     )
 
 

@@ -34,6 +34,16 @@ def test_seconds_from_bytes_and_flops_are_near_those_from_dimensions(name: str, 
         assert cost.saved_bytes == expected.saved_bytes
 
 
+def test_experts_cost_what_their_tokens_cost() -> None:
+    """The rows of each expert are found back from the FLOPs."""
+    device = shipped.devices()["a100-80g"]
+    judge = shipped.model("mixtral-8x7b", device)
+    for cost, expected in zip(on_device(slowed(judge), device).layers.costs, judge.layers.costs, strict=True):
+        if cost.kind == "block" and cost.tp <= 2:
+            assert cost.forward_s == pytest.approx(expected.forward_s, rel=0.06)
+            assert cost.backward_s == pytest.approx(expected.backward_s, rel=0.06)
+
+
 def test_a_profile_of_here_takes_the_seconds_of_a_shipped_cluster() -> None:
     device = shipped.devices()["h100-80g"]
     model = slowed(shipped.model("llama2-7b", device, sequence=2048))

@@ -6,7 +6,7 @@ Profiles this machine and the model, builds every plan in the same 4 processes, 
 in turn, `rounds` times (interleaved: what slows the machine for a while slows all alike). Prints medians, ratios,
 Kendall's tau between predicted and measured over all pairs and over those that differ by more than repeats do, and the
 regret: how much slower the plan that the prediction puts first is than the fastest. The repeat error compares the
-medians of odd and even rounds; nothing below it means anything.
+medians of odd and even rounds; nothing below it means anything. Their tau is what a perfect prediction could reach.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ def main() -> None:
     payload = {"plans": [p.dumps() for p in chosen], "rounds": arguments.rounds, "steps": arguments.steps}
     target = f"{Path(__file__).resolve()}:measure_rank"
     results = launch(target, payload, nproc=WORLD, device="cpu", timeout_s=1800, progress=progress)
-    rows, repeats = [], []
+    rows, repeats, halves = [], [], []
     for number, plan in enumerate(chosen):
         ranks = [result[number] for result in results]
         rounds = [
@@ -220,6 +220,7 @@ def main() -> None:
         ]
         odd, even = (statistics.median(t for r in rounds[first::2] for t in r) for first in (1, 0))
         repeats.append(abs(math.log(odd / even)))
+        halves.append((odd, even))
         guess = predict(plan, model.model, model.layers, cluster.cluster, cluster.links)
         memory, peak = [entry.peak_bytes for entry in guess.memory], [rank["peak_bytes"] for rank in ranks]
         worst = max(range(WORLD), key=lambda rank: abs(memory[rank] / peak[rank] - 1))
@@ -247,14 +248,16 @@ def main() -> None:
     repeat = math.expm1(statistics.median(repeats))
     tau, pairs = kendall_tau(predicted, measured)
     clear, clear_pairs = kendall_tau(predicted, measured, tied=repeat)
+    odds, evens = zip(*halves, strict=True)
+    between, _ = kendall_tau(odds, evens)
     first, fastest = predicted.index(min(predicted)), measured.index(min(measured))
     regret = measured[first] / measured[fastest] - 1
     errors = sorted(abs(p / m - 1) for p, m in zip(predicted, measured, strict=True))
     memory_errors = sorted(abs(r["predicted_bytes"] / r["measured_bytes"] - 1) for r in rows)
     print(
         f"{len(rows)} plans: Kendall tau {tau:.2f} over {pairs} pairs, {clear:.2f} over the {clear_pairs} that differ "
-        f"by more than repeats ({repeat:.1%}); regret {regret:.1%}; step error: median "
-        f"{statistics.median(errors):.1%}, largest {errors[-1]:.1%}; "
+        f"by more than repeats ({repeat:.1%}), {between:.2f} between odd and even rounds; regret {regret:.1%}; "
+        f"step error: median {statistics.median(errors):.1%}, largest {errors[-1]:.1%}; "
         f"memory error: largest {memory_errors[-1]:.1%}; load {os.getloadavg()[0]:.1f}"
     )
     lines = [run_line(plan, row["measured_s"]) for plan, row in zip(chosen, rows, strict=True)]
@@ -270,7 +273,12 @@ def main() -> None:
     print(f"predicted fastest {rows[first]['plan']}\nmeasured fastest  {rows[fastest]['plan']}")
     if arguments.json:
         summary = {"kendall_tau": tau, "kendall_tau_clear": clear, "clear_pairs": clear_pairs, "regret": regret}
-        summary |= {"repeat_error": repeat, "median_error": statistics.median(errors), "load": load}
+        summary |= {
+            "kendall_tau_of_halves": between,
+            "repeat_error": repeat,
+            "median_error": statistics.median(errors),
+            "load": load,
+        }
         arguments.json.write_text(json.dumps({"rows": rows, **summary}, indent=1))
 
 
