@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from autopar.errors import InputError
 from autopar.runtime.hugging_face import is_hugging_face
+from autopar.runtime.made_up import labels_by_class, labels_by_sample, made_up_inputs, made_up_labels, takes_words
 from autopar.runtime.stand_ins import with_numbers
 
 _IDS_NAMES = ("input_ids", "ids", "idx", "tokens", "x", "input", "inputs")
@@ -23,17 +24,23 @@ class BatchForm:
     """How a language model takes its batch.
 
     ids, labels: the names of forward's parameters (labels None: the model computes no loss itself); shifted: whether
-    the labels must already be the next tokens (Hugging Face models shift them themselves).
+    the labels must already be the next tokens (Hugging Face models shift them themselves); masked: whether it is to
+    guess hidden tokens (id 0): every seventh, which are the only labels.
     """
 
     ids: str = "input_ids"
     labels: str | None = "labels"
     shifted: bool = False
+    masked: bool = False
 
     def batch(self, tokens: Tensor) -> dict[str, Tensor]:
         """The ids and labels of samples of one token more than the sequence: [samples, sequence + 1]."""
         batch = {self.ids: tokens[:, :-1].contiguous()}
-        if self.labels is not None:
+        if self.masked and self.labels is not None:
+            hidden = torch.arange(tokens.shape[1] - 1, device=tokens.device) % 7 == 0
+            batch[self.labels] = torch.where(hidden, tokens[:, :-1], -100)
+            batch[self.ids] = torch.where(hidden, 0, tokens[:, :-1])
+        elif self.labels is not None:
             batch[self.labels] = (tokens[:, 1:] if self.shifted else tokens[:, :-1]).clone()
         return batch
 
@@ -41,7 +48,7 @@ class BatchForm:
 def batch_form(model: nn.Module) -> BatchForm:
     """How the model takes ids and labels: Hugging Face's way, or by the names of forward's parameters."""
     if is_hugging_face(model):
-        return BatchForm()
+        return BatchForm(masked=type(model).__name__.endswith("ForMaskedLM"))
     names = list(inspect.signature(model.forward).parameters)
     ids = next((name for name in _IDS_NAMES if name in names), names[0] if names else None)
     if ids is None:
@@ -60,6 +67,15 @@ def labels_of(batch: Mapping[str, Tensor]) -> str:
         why=f"its batch ({', '.join(batch)}) has no `labels` or `targets`, so their number is not known",
         fix="give autopar.parallelize(model, plan, loss=...) a function (output, batch) -> (sum, count)",
     )
+
+
+def takes_text(model: nn.Module) -> bool:
+    """Whether a text alone makes batches for the model: it takes words, and its labels are words too."""
+    if callable(getattr(model, "example_batch", None)):
+        return False
+    if is_hugging_face(model):
+        return takes_words(model) and not labels_by_class(model)
+    return vocab_size(model) is not None
 
 
 def vocab_size(model: nn.Module) -> int | None:
@@ -106,22 +122,36 @@ def _looked_up(model: nn.Module, tables: list[nn.Embedding]) -> nn.Embedding:
 
 def max_sequence(model: nn.Module) -> int | None:
     """The longest sequence that a Hugging Face config allows; None where no config says so."""
-    length = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-    return length if isinstance(length, int) else None
+    for name in ("max_position_embeddings", "max_target_positions"):
+        length = getattr(getattr(model, "config", None), name, None)
+        if isinstance(length, int):
+            return length
+    return None
 
 
 def example_batch(model: nn.Module, *, samples: int, sequence: int, seed: int = 0) -> dict[str, Tensor]:
-    """A batch of random tokens that the model takes: ids and, where it takes them, labels, each [samples, sequence].
+    """A random batch that the model takes: ids [samples, sequence], or images or spectra of its config, and labels.
 
-    The same arguments give the same batch. Raises InputError when the model has no vocabulary (then only the user
-    knows its input) or the sequence is longer than its config allows.
+    A model with a method `example_batch(samples, sequence)` is asked for it. The same arguments give the same batch.
+    Raises InputError when nothing can be made up (then only the user knows its input) or the sequence is longer than
+    its config allows.
     """
+    own = getattr(model, "example_batch", None)
+    if callable(own):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return dict(own(samples, sequence))
+    generator = torch.Generator().manual_seed(seed)
+    images = is_hugging_face(model) and not takes_words(model)
+    given = made_up_inputs(model, samples=samples, generator=generator) if images else {}
+    if images and labels_by_sample(model):
+        return given | made_up_labels(model, samples=samples, sequence=sequence, generator=generator)
     size, longest = vocab_size(model), max_sequence(model)
     if size is None:
         raise InputError(
             f"{type(model).__name__} has no vocabulary",
             why="it has neither config.vocab_size nor an nn.Embedding, so no batch can be made up for it",
-            fix="pass a batch as example=",
+            fix="pass a batch as example=, or give the model a method example_batch(samples, sequence)",
         )
     if longest is not None and sequence > longest:
         raise InputError(
@@ -129,8 +159,12 @@ def example_batch(model: nn.Module, *, samples: int, sequence: int, seed: int = 
             why=f"its max_position_embeddings is {longest}",
             fix=f"take a sequence of at most {longest}, or set max_position_embeddings={sequence}",
         )
-    generator = torch.Generator().manual_seed(seed)
-    return batch_form(model).batch(torch.randint(size, (samples, sequence + 1), generator=generator))
+    if given:
+        return given | made_up_labels(model, samples=samples, sequence=sequence, generator=generator)
+    batch = batch_form(model).batch(torch.randint(size, (samples, sequence + 1), generator=generator))
+    if is_hugging_face(model) and labels_by_class(model):
+        batch |= made_up_labels(model, samples=samples, sequence=sequence, generator=generator)
+    return batch
 
 
 def sequence_length(batch: Mapping[str, Tensor]) -> int | None:

@@ -11,6 +11,7 @@ import importlib.util
 import inspect
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,7 +25,8 @@ from autopar.errors import InputError
 from autopar.runtime.machine import machine_memory_bytes
 from autopar.units import format_bytes
 
-_EVERY_CONFIG = ("tie_word_embeddings", "pad_token_id", "bos_token_id", "eos_token_id", "is_encoder_decoder")
+SPECIAL_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
+_EVERY_CONFIG = ("tie_word_embeddings", "is_encoder_decoder", "num_labels", "problem_type", *SPECIAL_TOKENS)
 _MOST_LAYERS = 10_000
 _DROPS_A_MASK = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")
 _RUNTIME_SETS = ("attn_implementation", "use_cache", "dtype", "torch_dtype")
@@ -80,10 +82,13 @@ def is_config_path(base: str) -> bool:
 
 
 def build_hugging_face(base: str, overrides: dict[str, Any], dtype: torch.dtype, *, stored: bool = True) -> nn.Module:
-    """The causal language model of a config class name, a folder with config.json or a config.json.
+    """The model of a config class, a model class, a folder with config.json or a config.json.
 
-    Attention runs as `sdpa` where the architecture has it, without a key-value cache. The weights come from torch's
-    current generator on torch's current default device. Raises InputError.
+    Which class: the one that is named, or that the file's `architectures` name where it has a loss; otherwise the
+    language model of the config (causal; of an encoder masked, of an encoder-decoder sequence to sequence), or what
+    classifies images or transcribes speech. Attention runs as `sdpa` where the architecture has it, without a cache of
+    keys and values. The weights come from torch's current generator on torch's current default device.
+    Raises InputError.
     """
     with _quiet():
         config = _config(base, overrides)
@@ -91,28 +96,59 @@ def build_hugging_face(base: str, overrides: dict[str, Any], dtype: torch.dtype,
 
 
 def _build(base: str, overrides: dict[str, Any], config: Any, dtype: torch.dtype, stored: bool) -> nn.Module:
-    auto = _attribute("AutoModelForCausalLM")
+    auto = _model_class(base, config)
     config.use_cache = False
+    if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0  # as T5's own checkpoints do
     try:
         _check_size(auto, config, dtype, stored)
-        model = auto.from_config(config, dtype=dtype, attn_implementation=_attention(auto, config))
+        model = _from_config(auto, config, dtype=dtype, attn_implementation=_attention(auto, config))
     except InputError:
         raise
     except Exception as error:
-        what = f"{base}({_shown(overrides)}) makes no causal language model"
+        what = f"{base}({_shown(overrides)}) makes no {auto.__name__}"
         raise InputError(what, why=_first_line(error), fix="change the settings that it names") from error
     if not isinstance(model, nn.Module):
-        raise TypeError(f"AutoModelForCausalLM gave a {type(model).__name__}")
+        raise TypeError(f"{auto.__name__} gave a {type(model).__name__}")
     if getattr(model, "loss_type", "") is None:  # where it is unknown, transformers takes this one, with a warning
         model.loss_type = "ForCausalLM"
     return model
+
+
+def is_model_class(base: str) -> bool:
+    """Whether a MODEL is the name of a class for a task, as BertForMaskedLM is."""
+    return re.fullmatch(r"\w+(For|LMHead)\w+", base, re.ASCII) is not None and not base.endswith("Config")
+
+
+def _model_class(base: str, config: Any) -> Any:
+    """The class to build for a config: as `build_hugging_face` says. An Auto class, or a model's own."""
+    named = [base] if is_model_class(base) else [n for n in config.architectures or () if is_model_class(n)]
+    if named and hasattr(importlib.import_module("transformers"), named[0]):
+        return _attribute(named[0])
+    kind = type(config)
+    causal, masked, images = (
+        kind in _attribute(f"MODEL_FOR_{task}_MAPPING") for task in ("CAUSAL_LM", "MASKED_LM", "IMAGE_CLASSIFICATION")
+    )
+    if getattr(config, "is_encoder_decoder", False):
+        speech = kind in _attribute("MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING")
+        return _attribute("AutoModelForSpeechSeq2Seq" if speech else "AutoModelForSeq2SeqLM")
+    if masked and not (causal and getattr(config, "is_decoder", False)):
+        return _attribute("AutoModelForMaskedLM")
+    return _attribute("AutoModelForImageClassification" if images and not causal else "AutoModelForCausalLM")
+
+
+def _from_config(kind: Any, config: Any, **settings: Any) -> Any:
+    """A model of an Auto class or of one of its own, which has the same function under a private name."""
+    return (
+        kind.from_config(config, **settings) if hasattr(kind, "from_config") else kind._from_config(config, **settings)
+    )
 
 
 def _attention(auto: Any, config: Any) -> str:
     """`sdpa` where the architecture has it, otherwise `eager`; tried on the meta device."""
     with torch.device("meta"):
         try:
-            auto.from_config(config, attn_implementation="sdpa")
+            _from_config(auto, config, attn_implementation="sdpa")
         except (ValueError, ImportError):
             return "eager"
     return "sdpa"
@@ -126,7 +162,7 @@ def _check_size(auto: Any, config: Any, dtype: torch.dtype, stored: bool) -> Non
     if torch.get_default_device().type != "cpu" or not stored:
         return
     with torch.device("meta"):
-        size_bytes = sum(p.nbytes for p in auto.from_config(config, dtype=dtype).parameters())
+        size_bytes = sum(p.nbytes for p in _from_config(auto, config, dtype=dtype).parameters())
     memory_bytes = machine_memory_bytes()
     if size_bytes > memory_bytes:
         raise InputError(
@@ -189,7 +225,10 @@ def _quiet() -> Iterator[None]:
 def _config(base: str, overrides: dict[str, Any]) -> Any:
     from_file = is_config_path(base)
     fields = _read_json(Path(base)) if from_file else {}
-    kind = _config_class(str(fields.get("model_type"))) if from_file else _attribute(base)
+    if from_file:
+        kind = _config_class(str(fields.get("model_type")))
+    else:
+        kind = _attribute(base).config_class if is_model_class(base) else _attribute(base)
     _check_names(kind, overrides)
     try:
         if not from_file:
@@ -269,9 +308,9 @@ def _attribute(name: str) -> Any:
     try:
         return getattr(module, name)
     except AttributeError:
-        near = _similar(name, [n for n in dir(module) if n.endswith("Config")])
+        near = _similar(name, [n for n in dir(module) if n.endswith("Config") or is_model_class(n)])
         raise InputError(
-            f"transformers has no config class {name!r}",
+            f"transformers has no {'model' if is_model_class(name) else 'config'} class {name!r}",
             why=f"the nearest are {', '.join(near)}" if near else "none has a similar name",
             fix=f"did you mean {near[0]}?" if near else "write for example LlamaConfig(hidden_size=128)",
         ) from None

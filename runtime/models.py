@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from autopar.errors import InputError
-from autopar.runtime.hugging_face import build_hugging_face, is_config_path
+from autopar.runtime.hugging_face import build_hugging_face, is_config_path, is_model_class
 from autopar.runtime.loading import load_file
 from autopar.runtime.recording import empty_weights
 from autopar.runtime.source import FORMS, parse_source
@@ -36,7 +36,7 @@ def build_model(
     devices = [] if device in ("cpu", "meta") else [device]
     with torch.random.fork_rng(devices=devices), torch.device(device):
         torch.manual_seed(seed)
-        if re.fullmatch(r"\w*Config", base, re.ASCII) or is_config_path(base):
+        if re.fullmatch(r"\w*Config", base, re.ASCII) or is_config_path(base) or is_model_class(base):
             model = build_hugging_face(base, overrides, kind, stored=stored)
         elif re.fullmatch(r".+:[A-Za-z_]\w*", base, re.DOTALL):
             model = _call(base, overrides)

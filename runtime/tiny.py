@@ -8,13 +8,19 @@ from math import lcm
 from torch import nn
 
 from autopar.plan import Plan
-from autopar.runtime.hugging_face import is_hugging_face
+from autopar.runtime.hugging_face import SPECIAL_TOKENS, is_hugging_face
 from autopar.runtime.models import build_model
 from autopar.runtime.source import canonical_source
 from autopar.runtime.structure import fingerprint
 
 SMALL_PARAMETERS = 2_000_000
 """Models up to this many parameters are checked as they are."""
+
+_WIDTHS = (
+    "intermediate_size", "d_ff", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+)  # fmt: skip
+"""The names that configs have for the width of an MLP."""
 
 _HEAD_WIDTH, _VOCABULARY, _SEQUENCE = 8, 96, 16
 
@@ -58,14 +64,19 @@ def tiny_source(source: str, *, tp: int) -> str:
 def _small_widths(model: nn.Module, tp: int) -> dict[str, int]:
     """Overrides of the config, under the names that this architecture has; widths stay divisible by every tp."""
     config = model.config
-    heads = int(config.num_attention_heads)
-    wanted = {
-        "hidden_size": heads * _HEAD_WIDTH,
-        "head_dim": _HEAD_WIDTH,
-        "intermediate_size": tp * 12,
-        "vocab_size": _VOCABULARY,
-    }
+    heads = config.num_attention_heads
+    if not isinstance(heads, int):  # a hierarchical model doubles its width and heads from stage to stage
+        return {"embed_dim": heads[0] * _HEAD_WIDTH}
+    wanted = {"hidden_size": heads * _HEAD_WIDTH, "head_dim": _HEAD_WIDTH, "vocab_size": _VOCABULARY}
+    wanted |= dict.fromkeys(_WIDTHS, tp * 12)
     aliases: dict[str, str] = getattr(config, "attribute_map", {})
     names = {name: aliases.get(name, name) for name in wanted}
     known = config.to_dict()
-    return {names[n]: value for n, value in wanted.items() if known.get(names[n]) is not None}
+    found = {names[n]: value for n, value in wanted.items() if known.get(names[n]) is not None}
+    special = {name: known.get(name) for name in SPECIAL_TOKENS}
+    return found | {name: place % _VOCABULARY for name, place in special.items() if _is_outside(place)}
+
+
+def _is_outside(place: object) -> bool:
+    """Whether a special token is none of the small vocabulary."""
+    return isinstance(place, int) and place >= _VOCABULARY

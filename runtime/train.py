@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from autopar.errors import InputError
 from autopar.formats import from_plain
 from autopar.plan import Plan
 from autopar.request import OFFLOADED
-from autopar.runtime.batches import batch_form, vocab_size
+from autopar.runtime.batches import batch_form, example_batch, takes_text, vocab_size
 from autopar.runtime.launch import Progress, launch
 from autopar.runtime.models import build_empty, import_model
 from autopar.runtime.parallel import ParallelModel, parallelize
@@ -62,6 +64,8 @@ def run_plan(
 ) -> Run:
     """Train so many steps of the plan's optimizer, byte by byte on a text (a file, or the topics of pydoc).
 
+    A model that takes no text (images, speech, classes) runs on random numbers.
+
     Starts the plan's ranks as local processes, or runs as one of them inside torchrun. save: a folder for a checkpoint
     after the last step; resume: one to go on from, with its optimizer and at its place in the text. Raises InputError
     for a text, model or checkpoint that do not fit, RunError when a rank fails or the loss is not finite, ValueError
@@ -98,13 +102,7 @@ def train_rank(payload: dict[str, Any], report: Progress) -> dict[str, Any]:
     """One rank's part of the run as plain data; the target of `launch`."""
     plan, steps = Plan.loads(payload["plan"]), int(payload["steps"])
     model = build_empty(plan.model.source, dtype=plan.request.dtype)
-    check_vocabulary(vocab_size(model))
-    batches = ByteBatches(
-        text=default_text() if payload["text"] is None else read_text(payload["text"]),
-        sequence=plan.request.sequence,
-        global_batch=plan.request.global_batch,
-        form=batch_form(model),
-    )
+    batch_of = batches_for(model, plan, payload["text"])
     device = torch.device("cuda", torch.cuda.current_device()) if plan.cluster.device == "cuda" else "cpu"
     if not any(p.is_meta for p in model.parameters()):
         model = model.to(device)
@@ -116,7 +114,7 @@ def train_rank(payload: dict[str, Any], report: Progress) -> dict[str, Any]:
         first = _steps_done(optimizer)
     losses, times_s, peak_bytes = [], [], 0
     for step in range(steps):
-        batch = parallel.shard_batch(batches.batch(first + step))
+        batch = parallel.shard_batch(batch_of(first + step))
         dist.barrier()
         if step == TRACKED_STEP:
             optimizer.zero_grad()
@@ -135,6 +133,25 @@ def train_rank(payload: dict[str, Any], report: Progress) -> dict[str, Any]:
             group[_STEPS] = first + steps
         parallel.save(payload["save"], optimizer)
     return asdict(_RankRun(losses=tuple(losses), steps_s=tuple(times_s), peak_memory_bytes=peak_bytes))
+
+
+def batches_for(model: nn.Module, plan: Plan, text: str | None) -> Callable[[int], dict[str, torch.Tensor]]:
+    """The global batch of each step: windows of a text, or random numbers for a model that takes no text.
+
+    Raises InputError for a text that does not fit the model.
+    """
+    samples, sequence = plan.request.global_batch, plan.request.sequence
+    if takes_text(model):
+        check_vocabulary(vocab_size(model))
+        content = default_text() if text is None else read_text(text)
+        return ByteBatches(text=content, sequence=sequence, global_batch=samples, form=batch_form(model)).batch
+    if text is not None:
+        raise InputError(
+            f"{type(model).__name__} takes no text",
+            why="its input or its labels are no words",
+            fix="leave --text out: it then runs on random numbers, to measure; train on your data with parallelize",
+        )
+    return lambda step: example_batch(model, samples=samples, sequence=sequence, seed=step)
 
 
 def make_optimizer(parallel: ParallelModel) -> torch.optim.Optimizer:

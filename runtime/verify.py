@@ -173,10 +173,13 @@ def compare(
 
 
 def uneven_batch(model: nn.Module, *, samples: int, sequence: int, seed: int) -> dict[str, Tensor]:
-    """A batch of random tokens of which the first half has two labels a sample only."""
+    """A random batch of which the first half has two labels a sample only, or every other sample has none."""
     batch = example_batch(model, samples=samples, sequence=sequence, seed=seed)
     labels = batch[labels_of(batch)]
-    labels[: samples // 2, 2:] = IGNORED_LABEL
+    if labels.dim() > 1 and not labels.is_floating_point():
+        labels[: samples // 2, 2:] = IGNORED_LABEL
+    elif not labels.is_floating_point():
+        labels[: samples // 2 : 2] = IGNORED_LABEL
     return batch
 
 

@@ -17,12 +17,10 @@ from autopar.runtime.precision import MASTER_DTYPE
 
 
 def owners(model: nn.Module, names: Iterable[str]) -> list[nn.Module]:
-    """The modules that hold these parameters directly, each once, in order."""
-    found: dict[int, nn.Module] = {}
-    for name in names:
-        module = model.get_submodule(name.rpartition(".")[0])
-        found.setdefault(id(module), module)
-    return list(found.values())
+    """The modules that hold these parameters directly, also under other names, each once, in order."""
+    named = dict(model.named_parameters(remove_duplicate=False))
+    wanted = {id(named[name]) for name in names}
+    return [m for m in model.modules() if any(id(p) in wanted for p in m.parameters(recurse=False))]
 
 
 def shard_modules(
