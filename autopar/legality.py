@@ -118,7 +118,7 @@ def _why_block_illegal(strategy: Strategy, kind: LayerKind) -> str | None:
 
 def _why_sequence_illegal(strategy: Strategy, sequence: int) -> str | None:
     """The sequence is dealt out to norms and sp evenly, to cp in pairs: rank i takes the pieces i and 2 cp - 1 - i."""
-    cut = strategy.sp * (strategy.tp if strategy.sequence_norms else 1) * (2 * strategy.cp if strategy.cp > 1 else 1)
+    cut = strategy.sequence_pieces
     if sequence % cut == 0:
         return None
     causes = [f"tp {strategy.tp} with sequence-parallel norms"] if strategy.sequence_norms else []

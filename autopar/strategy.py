@@ -74,6 +74,11 @@ class Strategy:
         return 1 if not self.zero else (self.shard or self.dp)
 
     @property
+    def sequence_pieces(self) -> int:
+        """Into how many equal pieces the sequence falls: evenly for norms and sp, in pairs for cp."""
+        return self.sp * (self.tp if self.sequence_norms else 1) * (2 * self.cp if self.cp > 1 else 1)
+
+    @property
     def short(self) -> str:
         """The short form; `Strategy.parse` reads it back."""
         parts = [f"dp{self.dp}"] if self.dp > 1 else []

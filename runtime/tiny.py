@@ -35,7 +35,7 @@ def tiny_plan(plan: Plan) -> Plan:
     tp = max(strategy.tp for strategy in plan.strategies)
     source = tiny_source(plan.model.source, tp=tp)
     model = build_model(source, device="meta")
-    cut = lcm(*(s.sp * (s.tp if s.sequence_norms else 1) * (2 * s.cp if s.cp > 1 else 1) for s in plan.strategies))
+    cut = lcm(*(strategy.sequence_pieces for strategy in plan.strategies))
     sequence = min(plan.request.sequence, max(1, _SEQUENCE // cut) * cut)
     request = replace(
         plan.request,

@@ -11,16 +11,20 @@ writes them, and the weights as safetensors under the model's own names.
 from __future__ import annotations
 
 import inspect
+from math import lcm
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 
 from autopar.errors import InputError
 from autopar.runtime.hugging_face import trainer_class
+from autopar.runtime.losses import IGNORED_LABEL
 from autopar.runtime.parallel import ParallelModel
+from autopar.runtime.side_inputs import MASK
 
 _STATE, _SCHEDULER = "autopar", "scheduler.pt"
 
@@ -66,6 +70,23 @@ class Trainer(_Base):
         On CPU ranks accelerate names the device cpu:0, to which torch copies what is on "cpu": all parameters would
         move away from what the optimizer steps.
         """
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        """The batch; where ranks share samples, padded to the longest one of theirs that the plan can cut."""
+        inputs = super()._prepare_inputs(inputs)
+        group = self.model.stage.body.side_inputs.group
+        if group is None or MASK not in inputs or inputs[MASK].dim() != 2:
+            return inputs
+        tokens = inputs[MASK].shape[1]
+        longest = torch.tensor(tokens, device=inputs[MASK].device)
+        dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=group)
+        pieces = lcm(*(strategy.sequence_pieces for strategy in self.model.plan.strategies))
+        more = -(-int(longest) // pieces) * pieces - tokens
+        fill = {"input_ids": getattr(self.model.config, "pad_token_id", None) or 0, "labels": IGNORED_LABEL}
+        return {
+            name: pad(x, (0, more), value=fill.get(name, 0)) if more and x.dim() == 2 and x.shape[1] == tokens else x
+            for name, x in inputs.items()
+        }
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make the accelerator, which must not wrap the model: it sums its gradients itself."""

@@ -14,16 +14,17 @@ SOURCE = "LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=2,
 
 
 @pytest.mark.parametrize(
-    ("strategies", "optim"),
+    ("strategies", "optim", "padded"),
     [
-        (["dp2-z1", "dp2-z3", "dp2", "dp2"], "adamw_torch"),
-        pytest.param(["dp2-z3", "tp2", "dp2-z1-r", "dp2"], "sgd", marks=pytest.mark.slow),
+        (["dp2-z1", "dp2-z3", "dp2", "dp2"], "adamw_torch", False),
+        pytest.param(["dp2-z3", "tp2", "dp2-z1-r", "dp2"], "sgd", False, marks=pytest.mark.slow),
+        pytest.param(["dp2-z3", "tp2", "cp2", "dp2"], "adamw_torch", True, marks=pytest.mark.slow),
     ],
 )
 def test_losses_norms_and_rates_are_those_of_one_process(
-    strategies: list[str], optim: str, ranks: Ranks, tmp_path: Path
+    strategies: list[str], optim: str, padded: bool, ranks: Ranks, tmp_path: Path
 ) -> None:
-    job = {"source": SOURCE, "strategies": strategies, "folder": str(tmp_path), "optim": optim}
+    job = {"source": SOURCE, "strategies": strategies, "folder": str(tmp_path), "optim": optim, "padded": padded}
     for found in ranks("trainer_jobs:losses_of_trainers", 2, micro_batches=2, **job):
         assert [row[0] for row in found["ours"]] == [1, 2, 3, 4, 5, 6]
         assert found["ours"] == [pytest.approx(row, rel=2e-4) for row in found["plain"]]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.functional import pad
 
 from autopar.errors import AutoparError
 from autopar.runtime.models import build_model
@@ -17,33 +18,42 @@ from tests.runtime.rank_jobs import make_plan
 
 
 def losses_of_trainers(
-    source: str, strategies: list[str], folder: str, optim: str = "adamw_torch", **shape: Any
+    source: str, strategies: list[str], folder: str, optim: str = "adamw_torch", padded: bool = False, **shape: Any
 ) -> dict[str, Any]:
-    """Losses and gradient norms of transformers' own Trainer in one process, of ours, and of ours after a resume."""
+    """Losses and gradient norms of transformers' own Trainer in one process, of ours, and of ours after a resume.
+
+    padded: samples of different lengths, padded to the longest of a batch, which differs from rank to rank.
+    """
     from accelerate.state import AcceleratorState
     from transformers import Trainer as Plain
 
     from autopar.runtime.exporting import weight_files
     from autopar.runtime.trainer import Trainer
 
-    world, data = dist.get_world_size(), _samples(64)
+    world, data = dist.get_world_size(), _samples(64, padded)
     plan = make_plan(source, strategies, world=world, **shape)
     size, times = plan.request.global_batch // plan.num_micro_batches, plan.num_micro_batches
 
     def arguments(per_device: int, name: str) -> Any:
         return _arguments(Path(folder) / name, per_device, times, optim=optim)
 
-    plain = Plain(build_model(source), arguments(size, f"plain{dist.get_rank()}"), train_dataset=data)
+    collate = {"data_collator": _collated} if padded else {}
+    plain = Plain(build_model(source), arguments(size, f"plain{dist.get_rank()}"), train_dataset=data, **collate)
     plain.train()
     AcceleratorState._reset_state(True)
     with _as_torchrun():
-        ours = Trainer(parallelize(build_model(source), plan), arguments(size // world, "ours"), train_dataset=data)
+        ours = Trainer(
+            parallelize(build_model(source), plan), arguments(size // world, "ours"), train_dataset=data, **collate
+        )
         ours.train()
         again = Trainer(
-            parallelize(build_model(source, seed=3), plan), arguments(size // world, "again"), train_dataset=data
+            parallelize(build_model(source, seed=3), plan),
+            arguments(size // world, "again"),
+            train_dataset=data,
+            **collate,
         )
         again.train(resume_from_checkpoint=str(Path(folder) / "ours" / "checkpoint-3"))
-        evaluated = again.evaluate(_samples(16))["eval_loss"]
+        evaluated = again.evaluate(_samples(16, padded))["eval_loss"]
         AcceleratorState._reset_state(True)
     files = weight_files(Path(folder) / "ours" / "checkpoint-6")
     reread = type(plain.model).from_pretrained(Path(folder) / "ours" / "checkpoint-6")
@@ -56,7 +66,7 @@ def losses_of_trainers(
         "names": sorted(files) == sorted(name for name, _ in plain.model.named_parameters()),
         "weights": wrong,
         "evaluated": evaluated,
-        "plainly evaluated": _evaluated(plain.model, _samples(16)),
+        "plainly evaluated": _evaluated(plain.model, _samples(16, padded)),
     }
 
 
@@ -87,12 +97,26 @@ def refused_by_the_trainer(source: str, folder: str) -> dict[str, str]:
     return said
 
 
-def _samples(count: int) -> list[dict[str, torch.Tensor]]:
+def _samples(count: int, padded: bool = False) -> list[dict[str, torch.Tensor]]:
     tokens = torch.randint(64, (count, 8), generator=torch.Generator().manual_seed(0))
     labels = tokens.clone()
     for place in range(count):
         labels[place, 2 + place % 6 :] = -100
-    return [{"input_ids": ids, "labels": own} for ids, own in zip(tokens, labels, strict=True)]
+    samples = [{"input_ids": ids, "labels": own} for ids, own in zip(tokens, labels, strict=True)]
+    lengths = [5 + place % 4 if padded else 8 for place in range(count)]
+    return [{name: x[:n] for name, x in one.items()} for one, n in zip(samples, lengths, strict=True)]
+
+
+def _collated(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """A batch padded to its longest sample, with a mask where there is padding to tell from ids."""
+    longest = max(len(one["labels"]) for one in samples)
+    batch: dict[str, list[torch.Tensor]] = {"input_ids": [], "labels": [], "attention_mask": []}
+    for one in samples:
+        more = (0, longest - len(one["labels"]))
+        batch["input_ids"].append(pad(one["input_ids"], more))
+        batch["labels"].append(pad(one["labels"], more, value=-100))
+        batch["attention_mask"].append(pad(torch.ones_like(one["labels"]), more))
+    return {name: torch.stack(rows) for name, rows in batch.items()}
 
 
 def _arguments(folder: Path, per_device: int, times: int, **others: Any) -> Any:
@@ -125,7 +149,7 @@ def _logged(trainer: Any) -> list[list[float]]:
 
 
 def _evaluated(model: nn.Module, samples: list[dict[str, torch.Tensor]]) -> float:
-    batch = {name: torch.stack([one[name] for one in samples]) for name in samples[0]}
+    batch = _collated(samples)
     with torch.no_grad():
         return float(model.eval()(**batch).loss)
 
