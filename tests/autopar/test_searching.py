@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations, product
 from typing import Any
@@ -13,6 +13,7 @@ import pytest
 
 from autopar.cuts import Cut, legal_cuts
 from autopar.errors import InfeasibleError, InputError, RunError
+from autopar.measured import ModelFile
 from autopar.plan import Plan
 from autopar.predict import predict, stage_memory
 from autopar.price import CostTables, score
@@ -44,21 +45,24 @@ def _all_choices(made: CostTables) -> Iterator[tuple[tuple[int, ...], tuple[int,
             yield layers, chosen
 
 
-FEWER = tuple(map(Forbid.parse, ("*: z1", "embed: tp2", "embed: tp4", "head: tp2", "head: tp4")))
+FEWER = ("*: z1", "embed: tp2", "embed: tp4", "head: tp2", "head: tp4")
 """What leaves some thousand plans to enumerate."""
+WORDS = model_file(words_tp=(2,), attention=None)
+ONLY_Z1 = ("*: r", "*: z2", "*: z3", "*: tp4")
+"""What leaves some thousand with ZeRO-1 and words that are cut."""
 
 
 class _Everything:
-    """Every plan of the small model: its objective, and its peak by the walk."""
+    """Every plan of a small model: its objective, and its peak by the walk."""
 
-    def __init__(self, **changes: Any) -> None:
-        self.asked = request(forbids=FEWER, **changes)
+    def __init__(self, model: ModelFile = MODEL, bans: Sequence[str] = FEWER, **changes: Any) -> None:
+        self.model, self.asked = model, request(forbids=tuple(map(Forbid.parse, bans)), **changes)
         found = []
-        some = search_files(MODEL, CLUSTER, self.asked).plan
-        for cut in legal_cuts(MODEL, CLUSTER, self.asked)[0]:
+        some = search_files(model, CLUSTER, self.asked).plan
+        for cut in legal_cuts(model, CLUSTER, self.asked)[0]:
             made = tables(
-                MODEL.model,
-                MODEL.layers,
+                model.model,
+                model.layers,
                 CLUSTER.cluster,
                 CLUSTER.links,
                 self.asked,
@@ -68,6 +72,8 @@ class _Everything:
             )
             stages: dict[Any, int] = {}
             for layers, chosen in _all_choices(made):
+                if made.tied and chosen[0] != chosen[-1]:
+                    continue
                 plan = replace(
                     some,
                     pp=cut.pp,
@@ -82,7 +88,7 @@ class _Everything:
                     span = plan.stage_layers(stage)
                     key = stage, span, chosen[span.start : span.stop]
                     if key not in stages:
-                        stages[key] = stage_memory(plan, stage, MODEL.model, MODEL.layers).peak_bytes
+                        stages[key] = stage_memory(plan, stage, model.model, model.layers).peak_bytes
                     peak = max(peak, stages[key])
                 found.append((score(made, layers, chosen).objective_ns, peak))
         self.plans = sorted(found)
@@ -102,7 +108,7 @@ def _exact_budgets(everything: _Everything, count: int) -> tuple[int, int]:
     exact = 0
     budgets = [peaks[0], *peaks[:: len(peaks) // count], peaks[-1]]
     for memory_bytes in budgets:
-        result = search_files(MODEL, CLUSTER, replace(everything.asked, memory_bytes=memory_bytes))
+        result = search_files(everything.model, CLUSTER, replace(everything.asked, memory_bytes=memory_bytes))
         best_ns = everything.best_ns(memory_bytes)
         assert best_ns is not None
         assert all(_peak(f.plan) <= memory_bytes for f in result.finalists if f.fits)
@@ -117,6 +123,23 @@ def _exact_budgets(everything: _Everything, count: int) -> tuple[int, int]:
 def test_the_search_equals_the_enumeration_of_all_plans(everything: _Everything) -> None:
     exact, count = _exact_budgets(everything, 5)
     assert exact >= count - 1
+
+
+def test_the_search_equals_the_enumeration_with_zero_1_and_cut_words() -> None:
+    everything = _Everything(WORDS, ONLY_Z1, num_micro_batches=(2,), schedules=("1f1b",), global_batch=8)
+    exact, count = _exact_budgets(everything, 5)
+    print(f"{len(everything.plans)} plans, {exact} of {count} budgets exact")
+    assert exact >= count - 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_search_equals_the_enumeration_of_more_plans_with_zero_1_and_cut_words(tied: bool) -> None:
+    model = model_file(words_tp=(2, 4), attention=None, tied=tied)
+    everything = _Everything(model, ("*: tp4", "*: z2"), num_micro_batches=(2, 4), schedules=("1f1b",), global_batch=8)
+    exact, count = _exact_budgets(everything, 30)
+    print(f"{len(everything.plans)} plans, {exact} of {count} budgets exact")
+    assert exact >= 0.85 * count
 
 
 @pytest.mark.slow
