@@ -60,12 +60,16 @@ class CutTables:
     def table(self, memory: Memory, place: int) -> CostTables:
         """The table of the cut at this place."""
         if (memory, place) not in self.made:
-            cut = self.cuts[place]
-            name = cut.pp, cut.num_micro_batches
-            if name not in self.priced:
-                self.priced[name] = self.price(cut, self.spaces[place])
-            self.made[memory, place] = self.priced[name].tables(cut.schedule, memory)
+            self.made[memory, place] = self.prices(place).tables(self.cuts[place].schedule, memory)
         return self.made[memory, place]
+
+    def prices(self, place: int) -> Prices:
+        """What the tables of the cut at this place are made from."""
+        cut = self.cuts[place]
+        name = cut.pp, cut.num_micro_batches
+        if name not in self.priced:
+            self.priced[name] = self.price(cut, self.spaces[place])
+        return self.priced[name]
 
 
 class Lower(Sequence[CostTables]):
@@ -185,7 +189,8 @@ def cut_tables(
             continue
         spaces[cut] = space
         count = cut.num_micro_batches
-        floors.append(floor_ns(model, layers, space, pp=cut.pp, num_micro_batches=count, micro_batch=micro_batch))
+        floor = floor_ns(model, layers, cluster, space, pp=cut.pp, num_micro_batches=count, micro_batch=micro_batch)
+        floors.append(floor)
     tell(len(legal), len(legal))
     if not spaces:
         # The reason of a cut whose stages are as wide as the pins says more than "occupies 4 ranks, a stage has 2".

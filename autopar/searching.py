@@ -41,6 +41,8 @@ WITHIN = 0.25
 """How much worse than the best a table's choice may be to be simulated: more than the objective and a step differ."""
 CLOSE = 0.01
 """In large tables, what is left to gain by more questions that is not worth them."""
+FAR = 0.1
+"""What is left to gain, near the cliff, that the leanest choices and distant ones are worth trying for."""
 ROUNDS = 4
 """How often a choice of a table that does not fit makes way for a leaner one."""
 POLISHED, POLISHED_LARGE = 3, 2
@@ -264,7 +266,7 @@ def _propose(pool: _Pool, tell: Progress, deadline: float | None, stop: Callable
         }
 
     def near_ns(place: int) -> int:
-        # The simulated step may prefer what is a little worse; what is worse by more only takes time.
+        # The simulated step may prefer what is a little worse.
         return int(min(FORBIDDEN, pool.best_ns(place) * (1 + CLOSE)))
 
     def refine(places: Sequence[int], memory: Memory, limit_ns: Callable[[int], int]) -> None:
@@ -273,11 +275,9 @@ def _propose(pool: _Pool, tell: Progress, deadline: float | None, stop: Callable
             now, known = asked, len(bounds)
             asked = now and ask([*now], [*now.values()], limits_ns=[limit_ns(place) for place in now])
             if turn == 0 and len(bounds) == known:
-                # Limits only fall, and what the estimate does not hold the bound from above does not either.
-                barren.update(now)
+                barren.update(now)  # limits only fall, and the bound from above holds less than the estimate
 
-    bounds: list[int] = []
-    barren: set[int] = set()
+    bounds, barren = list[int](), set[int]()
     bound_ns = 0
     try:
         asked = ask(range(len(made.cuts)), made.lower, floors_ns=made.floors_ns)
@@ -306,10 +306,11 @@ def _propose(pool: _Pool, tell: Progress, deadline: float | None, stop: Callable
 def _polish(pool: _Pool, bound_ns: int, tell: Progress, halted: Callable[[], bool]) -> None:
     """Better neighbours of the best choices join the pool."""
     if pool.best_ns() * (1 - (CLOSE if pool.made.is_large else 0)) > bound_ns:
-        if pool.best_ns() == INFEASIBLE:
+        far = pool.best_ns() * (1 - FAR) > bound_ns
+        if pool.best_ns() == INFEASIBLE or (far and not pool.made.is_large):
             _add_leanest(pool)
         most, asked = (POLISHED_LARGE, ASKED // 2) if pool.made.is_large else (POLISHED, ASKED)
-        worst_ns = pool.best_ns() * (1 + WITHIN)
+        worst_ns = INFEASIBLE if far else pool.best_ns() * (1 + WITHIN)
         starts: list[tuple[int, Cuts, Columns]] = []
         for found_ns, table, layers_per_stage, strategies, _ in sorted(
             (objective_ns(f.plan), *key) for key, f in pool.found.items() if f.fits

@@ -23,7 +23,7 @@ from autopar.request import Request, Schedule
 from autopar.space import StrategySpace
 from autopar.strategy import Strategy
 from autopar.units import DTYPE_BYTES, NS_PER_S
-from autopar.work import layer_work, relayout_s, send_s
+from autopar.work import Work, layer_work, relayout_s, send_s
 
 Memory = Literal["upper", "near", "lower"]
 
@@ -55,7 +55,8 @@ def tables(
 class Prices:
     """What the tables of one number of stages and micro-batches have in common, whatever the schedule and the bound.
 
-    classes[l]: layers that may do the same at the same costs; units[class][s]: the memory of one of them.
+    classes[l]: layers that may do the same at the same costs; units[class][s]: the memory of one of them;
+    waited_ns: of time_ns what a rank spends whatever the order of its work and whatever runs beside it.
     """
 
     model: ModelSpec
@@ -66,6 +67,7 @@ class Prices:
     classes: tuple[int, ...]
     units: tuple[dict[int, Unit], ...]
     time_ns: Int
+    waited_ns: Int
     transition_ns: Int
     entry_ns: Int
     exit_ns: Int
@@ -91,7 +93,9 @@ class Prices:
         mesh = RankMesh.of(world_size=cluster.world_size, pp=pp, ranks_per_node=cluster.ranks_per_node)
         micro_batch = request.global_batch // num_micro_batches
         space = space or StrategySpace.of(model, layers, mesh, request, micro_batch)
-        works: dict[tuple[str, int], int] = {}
+        works: dict[tuple[str, int], tuple[int, int]] = {}
+        speeds = cluster.compute_speedup or (1.0,)
+        fastest = max(speeds) / speeds[min(layers.processes, len(speeds)) - 1]
         rows: dict[tuple[str, int, tuple[int, ...]], int] = {}
         classes: list[int] = []
         units: list[dict[int, Unit]] = []
@@ -101,7 +105,7 @@ class Prices:
             classes.append(rows.setdefault((kind, shared, allowed), len(rows)))
             if classes[-1] < len(units):
                 continue
-            row = np.full(len(space.strategies), INFEASIBLE, dtype=np.int64)
+            row = np.full((2, len(space.strategies)), INFEASIBLE, dtype=np.int64)
             units.append({})
             for s in allowed:
                 strategy = space.strategies[s]
@@ -120,8 +124,9 @@ class Prices:
                         shared_bytes=mine,
                     )
                     step_s = work.sync_s + work.optimizer_s
-                    works[kind, s] = _ns(work.whole_forward_s + work.whole_backward_s + step_s / num_micro_batches)
-                row[s] = works[kind, s]
+                    whole_s = work.whole_forward_s + work.whole_backward_s + step_s / num_micro_batches
+                    works[kind, s] = _ns(whole_s), floor(_waited_s(work, whole_s, strategy, links, fastest) * NS_PER_S)
+                row[:, s] = works[kind, s]
                 units[-1][s] = Unit.of(cost, strategy, samples, shared_bytes=mine, dtype=layers.dtype)
             times.append(row)
 
@@ -147,7 +152,8 @@ class Prices:
             space=space,
             classes=tuple(classes),
             units=tuple(units),
-            time_ns=np.stack(times)[classes],
+            time_ns=np.stack(times)[classes, 0],
+            waited_ns=np.stack(times)[classes, 1],
             transition_ns=moves_ns[np.ix_(layout, layout)],
             entry_ns=edge_ns,
             exit_ns=edge_ns,
@@ -193,6 +199,16 @@ class Prices:
             budget_bytes=tuple(max(0, self.budget_bytes - kept) for kept in kept_at_ends),
             tied=self.model.tied,
         )
+
+    def ending_bytes(self) -> Int:
+        """[L, S]: what a rank holds of a layer when its last backward is over: shares, and the summed gradients."""
+        found = np.zeros((len(self.units), len(self.space.strategies)), dtype=np.int64)
+        optimizer = self.request.optimizer
+        for row, units in zip(found, self.units, strict=True):
+            for s, unit in units.items():
+                kept = unit.held_bytes(optimizer) + unit.optimizer_bytes(optimizer)
+                row[s] = kept + unit.share(unit.gradient_bytes)
+        return found[list(self.classes)]
 
     def _bounds(self, memory: Memory, steady: bool) -> tuple[Int, Int, Int]:
         """[L, S] each: states, saved sets and transients, whatever the strategies of the other layers."""
@@ -242,8 +258,26 @@ class Prices:
         return np.ascontiguousarray(state), np.ascontiguousarray(saved), np.ascontiguousarray(transient)
 
 
+def _waited_s(work: Work, whole_s: float, strategy: Strategy, links: LinkProfile, fastest: float) -> float:
+    """Of the seconds of a layer those that no schedule saves: without ZeRO's where they may run beside the compute.
+
+    ZeRO-2 gathers once between two backwards; fastest: the speed of ranks that have their node's cores to themselves.
+    """
+    saved_s = (work.forward_s + work.backward_s) * (1 - 1 / fastest)
+    if links.overlap_origin != "assumed":
+        return whole_s - saved_s - work.zero_forward_s - work.zero_backward_s
+    return whole_s - saved_s - (work.zero_forward_s if strategy.zero == 2 else 0.0)
+
+
 def floor_ns(
-    model: ModelSpec, layers: LayerProfile, space: StrategySpace, *, pp: int, num_micro_batches: int, micro_batch: int
+    model: ModelSpec,
+    layers: LayerProfile,
+    cluster: ClusterSpec,
+    space: StrategySpace,
+    *,
+    pp: int,
+    num_micro_batches: int,
+    micro_batch: int,
 ) -> int:
     """No choice of a cut with this space has a smaller objective: the fastest compute of each layer, nothing else.
 
@@ -256,7 +290,7 @@ def floor_ns(
         cost, samples = layer_cost(model, layers, layer, strategy), micro_batch / strategy.dp
         if (id(cost), samples) not in computed:
             both = compute.forward(cost, samples).seconds + compute.backward(cost, samples).seconds
-            computed[id(cost), samples] = both
+            computed[id(cost), samples] = both * cluster.compute_factor
         return computed[id(cost), samples]
 
     total = slowest = 0

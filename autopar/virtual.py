@@ -5,8 +5,9 @@ which strategies are best and fit; the chain is then cut evenly in time into the
 are moved while the simulated step gets shorter. Whether it fits is what the memory walk of that very schedule says;
 where it does not, layers of the ranks over their budget take leaner strategies, least time a byte first.
 Approximations: strategies are chosen for the cuts of 1F1B, leaner ones by the tables' own numbers; only the best
-tables by the work of a rank are tried; no lower bound holds for the result but the work of a rank without any waiting,
-so that such a plan is never called optimal.
+tables by the work of a rank are tried. The lower bound is the work of a rank without any waiting, with strategies
+that the schedule allows and whose shares fit into all ranks together, so that such a plan is never called optimal; how
+far both are from the best of all plans: docs/strategies.md.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from autopar.request import Request, Schedule
 from autopar.schedules import PLAIN, SPLIT_BACKWARD
 from autopar.solvers.lean import leanest
 from autopar.solvers.pipeline import solve_table
+from autopar.solvers.quick import least_sum_ns
 from autopar.units import NS_PER_S
 
 MOST_TABLES, MOST_LARGE_TABLES = 8, 3
@@ -51,10 +53,11 @@ def virtual_plans(
 
     base: the plan of a choice of a table under 1F1B, without prediction; priced: a plan with its prediction.
     """
-    places = sorted((_work_ns(table), place) for place, table in enumerate(made.lower) if made.cuts[place].pp > 1)
-    least_ns = min((work_ns for work_ns, _ in places), default=0)
+    places = [place for place, cut in enumerate(made.cuts) if cut.pp > 1]
     for schedule in (s for s in request.schedules if s not in PLAIN):
-        for _, place in places[: MOST_LARGE_TABLES if made.is_large else MOST_TABLES]:
+        ranked = sorted((least_ns(made, place, schedule, budget_bytes), place) for place in places)
+        floor_ns = min((least for least, _ in ranked), default=0)
+        for least, place in ranked[: MOST_LARGE_TABLES if made.is_large else MOST_TABLES]:
             cut = made.cuts[place]
             for per_rank in STAGES_PER_RANK:
                 reason = why_schedule_illegal(
@@ -62,7 +65,7 @@ def virtual_plans(
                 )
                 if not request.allow_unrunnable:
                     reason = reason or why_schedule_not_runnable(schedule, request.dtype)
-                if halted() or reason or per_rank * cut.pp > len(made.lower[place].time_ns):
+                if halted() or reason or least == INFEASIBLE or per_rank * cut.pp > len(made.lower[place].time_ns):
                     continue
                 table = allowed(made.lower[place], schedule)
                 plan = _fitting(table, place, schedule, per_rank, budget_bytes, base=base, priced=priced)
@@ -70,14 +73,33 @@ def virtual_plans(
                     step_ns = int(step_s(plan) * NS_PER_S)
                     assert plan.certificate is not None
                     objective = replace(plan.certificate, objective_ns=step_ns, lower_bound_ns=0)
-                    bound_ns = min(least_ns, step_ns - 1)
+                    bound_ns = min(floor_ns, step_ns - 1)
                     yield certified(replace(plan, certificate=objective), bound_ns, solver="simulation")
 
 
-def _work_ns(table: CostTables) -> int:
-    """What no schedule goes below: the P-th part of the fastest strategies of all layers, over all micro-batches."""
-    least = table.time_ns.min(axis=1)
-    return INFEASIBLE if (least == INFEASIBLE).any() else table.micro_batches * int(least.sum()) // table.stages
+def least_ns(made: CutTables, place: int, schedule: Schedule, budget_bytes: int) -> int:
+    """No plan of this cut under the schedule is faster, INFEASIBLE where none fits.
+
+    A rank does its part of all layers for every micro-batch, without waiting: the P-th part of the least sum of what
+    fits into all ranks together. Each holds its shares and its gradients when its last backward is over.
+    """
+    table, prices = allowed(made.lower[place], schedule), made.prices(place)
+    nothing = np.zeros_like(table.time_ns)
+    bare = replace(
+        table,
+        time_ns=np.where(table.feasible, prices.waited_ns, INFEASIBLE),
+        state_bytes=prices.ending_bytes(),
+        saved_bytes=nothing,
+        transient_bytes=nothing,
+        p2p_ns=0,
+        in_flight=(0,) * table.stages,
+        budget_bytes=(budget_bytes,) * table.stages,
+    )
+    found = least_sum_ns(bare)
+    if found is None:
+        return INFEASIBLE
+    total, slowest = found
+    return table.micro_batches * max(-(-total // table.stages), slowest)
 
 
 def allowed(table: CostTables, schedule: Schedule) -> CostTables:
