@@ -1,4 +1,4 @@
-"""What was not measured of a layer, from what was: a cut sequence, selective recompute, a cut vocabulary.
+"""What was not measured of a layer, from what was: a cut sequence, a cut vocabulary; and selective recompute.
 
 `local_cost` gives the LayerCost of one rank under one strategy, so that time and memory have one source. All of it is
 `assumed`: counted, not measured. With n samples on a dp rank, S tokens a sample, b bytes an element, k = sp * cp:
@@ -11,8 +11,8 @@
                    backward; the backward keeps the gathered ones, and both gradients while it works. Around a ring
                    (`goes_around`): they come by once more in the backward, their gradients make one step more, and
                    nothing but the own ones is kept
-    selective      the core attention (scores, softmax, product with the values) keeps nothing but its inputs and
-                   output and runs again: its share of the FLOPs of a forward, 4 S heads head_dim a token
+    selective      as traced: the input, and the outputs of products with weights but the last, are kept, all else runs
+                   again (autopar.runtime.recompute); of a cut sequence in proportion, as the rest
     vocabulary     ceil(V / tp) rows of the matrix on each rank (padded), for the tokens of all tp ranks, each of which
                    keeps its own samples outside. Embedding: seconds as whole; all-gather of the ids, reduce-scatter
                    of the output, all-gather of its gradient. Head: seconds and logits in proportion to the rows;
@@ -57,42 +57,34 @@ def local_cost(layers: LayerProfile, kind: LayerKind, strategy: Strategy) -> Lay
         if cost is None and whole is not None and not strategy.sequence_norms:
             cost = _with_cut_vocabulary(whole, kind, strategy.tp, layers.sequence)
         return cost
-    if cost is None or (strategy.sp == strategy.cp == 1 and strategy.recompute != "selective"):
+    if cost is not None and strategy.recompute == "selective":
+        cost = _with_products_kept(cost)
+    if cost is None or strategy.sp == strategy.cp == 1:
         return cost
     if kind.attention is None:
         return None
-    sequence, element_bytes = layers.sequence, DTYPE_BYTES[layers.dtype]
-    if strategy.recompute == "selective":
-        cost = _with_core_again(cost, kind.attention, sequence, element_bytes)
-    if strategy.sp > 1 or strategy.cp > 1:
-        cost = _with_cut_sequence(cost, kind.attention, strategy, sequence * element_bytes)
-    return cost
+    return _with_cut_sequence(cost, kind.attention, strategy, layers.sequence * DTYPE_BYTES[layers.dtype])
 
 
-def _with_core_again(cost: LayerCost, attention: Attention, sequence: int, element_bytes: int) -> LayerCost:
-    """With the core attention recomputed: less is kept, its forward comes before the backward."""
-    share = min(1.0, core_flops(attention, sequence) / cost.tp / max(cost.flops.per_sample, 1.0))
-    dropped = core_bytes(attention, sequence, element_bytes) / cost.tp
-    # The layer's input stays whatever was assumed of its attention.
-    kept = max(min(cost.saved_bytes.per_sample, cost.input_bytes.per_sample), cost.saved_bytes.per_sample - dropped)
-    again = tuple(b + share * f for f, b in zip(cost.forward_s, cost.backward_s, strict=True))
-    return replace(cost, saved_bytes=replace(cost.saved_bytes, per_sample=kept), backward_s=again, origin="assumed")
+def _with_products_kept(cost: LayerCost) -> LayerCost | None:
+    """Under selective recompute, as traced; None where it was not."""
+    found = cost.selective
+    if found is None:
+        return None
+    return replace(
+        cost,
+        saved_bytes=found.saved_bytes,
+        forward_peak_bytes=found.forward_peak_bytes,
+        backward_peak_bytes=found.backward_peak_bytes,
+        later_backward_peak_bytes=found.later_backward_peak_bytes,
+        backward_s=tuple(b + found.share * f for f, b in zip(cost.forward_s, cost.backward_s, strict=True)),
+        selective=None,
+    )
 
 
 def core_flops(attention: Attention, sequence: int) -> float:
     """FLOPs of the core attention of one sample, counted without the mask, as FLOP counters do."""
     return 4.0 * sequence**2 * attention.heads * attention.head_dim
-
-
-def core_bytes(attention: Attention, sequence: int, element_bytes: int) -> float:
-    """Bytes that only the core attention keeps of one sample.
-
-    Fused: the logarithm of the sum of exponentials, 4 bytes a head and token. Not fused: the softmax in float32 and,
-    where the layer computes in less, its copy.
-    """
-    if attention.fused:
-        return 4.0 * attention.heads * sequence
-    return float((4 + (element_bytes if element_bytes < 4 else 0)) * attention.heads * sequence**2)
 
 
 def goes_around(attention: Attention, strategy: Strategy) -> bool:
@@ -102,7 +94,7 @@ def goes_around(attention: Attention, strategy: Strategy) -> bool:
     backward, would come to RING_WIDTHS of the queries' width a token: with 8 ranks where all heads have keys of their
     own, with 49 where 8 heads share theirs, never where the forward runs again.
     """
-    if strategy.cp == 1 or strategy.recompute == "full":
+    if strategy.cp == 1 or strategy.recompute != "none":
         return False
     return 2 * (strategy.cp - 1) * attention.kv_heads >= RING_WIDTHS * attention.heads
 
@@ -142,6 +134,7 @@ def _with_cut_sequence(cost: LayerCost, attention: Attention, strategy: Strategy
         calls=tuple(calls),
         origin="assumed",
         later_backward_peak_bytes=None,
+        selective=None,
         **scaled,
     )
 

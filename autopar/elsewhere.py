@@ -40,9 +40,27 @@ def on_device(model: ModelFile, device: Device) -> ModelFile:
     for cost in model.layers.costs:
         times = [seconds(cost, kinds[cost.kind], n, model.layers.sequence, machine(device)) for n in cost.samples]
         forward_s, backward_s = zip(*times, strict=True)
-        costs.append(replace(cost, forward_s=forward_s, backward_s=backward_s, origin="assumed"))
+        selective = cost.selective
+        if selective is not None:
+            # All of a forward runs again but the products with matrices.
+            kept_s, _ = _matrices(cost, kinds[cost.kind], cost.samples[-1], model.layers.sequence, machine(device))
+            selective = replace(selective, share=max(0.0, 1 - kept_s / forward_s[-1]))
+        costs.append(replace(cost, forward_s=forward_s, backward_s=backward_s, selective=selective, origin="assumed"))
     layers = replace(model.layers, device=device.kind, device_name=device.name, processes=1, costs=tuple(costs))
     return replace(model, layers=layers)
+
+
+def _matrices(
+    cost: LayerCost, kind: LayerKind, samples: int, sequence: int, rates: roofline.Machine
+) -> tuple[float, float]:
+    """Seconds and FLOPs of the products with the layer's matrices, experts not among them."""
+    tokens, products_s, products_flops = samples * sequence, 0.0, 0.0
+    for parameter in kind.parameters:
+        if len(parameter.shape) == 2:
+            n, k = parameter.shape
+            products_flops += 2 * tokens * n * k / cost.tp
+            products_s += _product_s(rates, tokens, k, n / cost.tp)
+    return products_s, products_flops
 
 
 def check_dtype(dtype: str, name: str, device: Device) -> None:
@@ -64,12 +82,7 @@ def seconds(
     if kind.role == "embed":
         moved_s = 4 * cost.output_bytes.at(samples) / memory_bytes_per_s
         return moved_s, moved_s
-    products_s = products_flops = 0.0
-    for parameter in kind.parameters:
-        if len(parameter.shape) == 2:
-            n, k = parameter.shape
-            products_flops += 2 * tokens * n * k / cost.tp
-            products_s += _product_s(rates, tokens, k, n / cost.tp)
+    products_s, products_flops = _matrices(cost, kind, samples, sequence, rates)
     experts = [parameter.shape for parameter in kind.parameters if len(parameter.shape) == 3]
     if experts and kind.attention is not None:
         core = core_flops(kind.attention, sequence) * samples / cost.tp

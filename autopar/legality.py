@@ -58,6 +58,11 @@ def why_sharding_illegal(strategy: Strategy, schedule: Schedule) -> str | None:
             f"{strategy}: ZeRO-3 frees the parameters that the second part of a backward under {schedule} needs "
             "(measured: gradients missing, or off by 0.87 at the right loss); ZeRO-2 is right"
         )
+    if schedule in SPLIT_BACKWARD and strategy.recompute == "selective":
+        return (
+            f"{strategy}: under {schedule} a backward goes twice through a layer, in two parts, which torch refuses "
+            "under selective recompute; full recompute runs"
+        )
     return None
 
 
@@ -103,7 +108,7 @@ def _why_block_illegal(strategy: Strategy, kind: LayerKind) -> str | None:
             return f"tp {strategy.tp} does not divide {kind.class_name} ({kind.tp_reason}); legal degrees: {legal}"
         if strategy.sequence_norms and not kind.sequence_norms:
             return f"{kind.class_name} has no region outside tensor parallelism that can run on part of the sequence"
-    if strategy.sp == strategy.cp == 1 and strategy.recompute != "selective":
+    if strategy.sp == strategy.cp == 1:
         return None
     if kind.attention is None:
         return f"{strategy}: nothing is known of the attention heads of {kind.class_name}"
@@ -148,7 +153,6 @@ def why_not_runnable(strategy: Strategy, role: Role = "block") -> str | None:
     missing = {
         "sequence-parallel norms with sp or cp": strategy.sp * strategy.cp > 1 and strategy.sequence_norms,
         "expert parallelism": strategy.ep > 1,
-        "selective recompute": strategy.recompute == "selective",
     }
     for name, used in missing.items():
         if used:

@@ -153,6 +153,25 @@ class TensorParallelCall:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SelectiveCost:
+    """What selective recompute changes of a layer: bytes as in LayerCost, traced as it runs, recompute included.
+
+    share: the seconds that it adds to forward and backward, in forwards of the layer.
+    """
+
+    saved_bytes: Line
+    forward_peak_bytes: Line
+    backward_peak_bytes: Line
+    later_backward_peak_bytes: Line
+    share: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.share <= 1000:
+            raise ValueError(f"SelectiveCost.share must lie between 0 and 1000, not {self.share}")
+        _check_lines(self, "saved_bytes", "forward_peak_bytes", "backward_peak_bytes", "later_backward_peak_bytes")
+
+
+@dataclass(frozen=True, kw_only=True)
 class LayerCost:
     """One layer kind at one tensor-parallel degree on one rank, at the profile's sequence length.
 
@@ -164,7 +183,8 @@ class LayerCost:
     backward_peak_bytes: highest live bytes during the backward above those live before the forward, counting the
     saved set, the incoming and outgoing gradients and the growing parameter gradients.
     later_backward_peak_bytes: likewise where all gradients exist before, above them; None where it was not traced.
-    flops: of one forward; origin: of the seconds; trainable_tensors: how many parameters are trained.
+    flops: of one forward; origin: of the seconds; trainable_tensors: how many parameters are trained; selective: under
+    selective recompute, None where it was not traced.
     """
 
     kind: str
@@ -186,6 +206,7 @@ class LayerCost:
     origin: Origin = omitted("measured")
     trainable_tensors: int = omitted(1)
     later_backward_peak_bytes: Line | None = omitted(None)
+    selective: SelectiveCost | None = omitted(None)
 
     def __post_init__(self) -> None:
         if not len(self.samples) == len(self.forward_s) == len(self.backward_s) or not self.samples:
@@ -198,17 +219,24 @@ class LayerCost:
             raise ValueError("LayerCost.trainable_bytes must lie between 0 and parameter_bytes")
         if not 0 <= self.largest_parameter_bytes <= self.parameter_bytes <= _MOST_BYTES:
             raise ValueError("LayerCost.largest_parameter_bytes <= parameter_bytes <= 2^50 must hold")
-        for field in (
+        _check_lines(
+            self,
             "input_bytes",
             "output_bytes",
             "saved_bytes",
             "forward_peak_bytes",
             "backward_peak_bytes",
             "later_backward_peak_bytes",
-        ):
-            line: Line | None = getattr(self, field)
-            if line is not None and max(abs(line.fixed), abs(line.per_sample)) > _MOST_BYTES:
-                raise ValueError(f"LayerCost.{field} is absurd: {line.fixed:g} + {line.per_sample:g} a sample")
+        )
+
+
+def _check_lines(value: object, *fields: str) -> None:
+    for field in fields:
+        line: Line | None = getattr(value, field)
+        if line is not None and max(abs(line.fixed), abs(line.per_sample)) > _MOST_BYTES:
+            raise ValueError(
+                f"{type(value).__name__}.{field} is absurd: {line.fixed:g} + {line.per_sample:g} a sample"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

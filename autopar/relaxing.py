@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from autopar.errors import InfeasibleError, InputError, RunError
 from autopar.finalists import peak_bytes, step_s
-from autopar.measured import ClusterFile, LayerCost, Line, ModelFile
+from autopar.measured import ClusterFile, LayerCost, Line, ModelFile, SelectiveCost
 from autopar.plan import Plan
 from autopar.request import OFFLOADED, SCHEDULES, Forbid, Pin, Request, Schedule
 from autopar.searching import Progress, SearchResult, search_files
@@ -244,6 +244,17 @@ def _shortened(model_file: ModelFile, sequence: int) -> ModelFile:
     def scaled(line: Line) -> Line:
         return replace(line, per_sample=line.per_sample * ratio)
 
+    def selective(cost: SelectiveCost | None) -> SelectiveCost | None:
+        if cost is None:
+            return None
+        return replace(
+            cost,
+            saved_bytes=scaled(cost.saved_bytes),
+            forward_peak_bytes=scaled(cost.forward_peak_bytes),
+            backward_peak_bytes=scaled(cost.backward_peak_bytes),
+            later_backward_peak_bytes=scaled(cost.later_backward_peak_bytes),
+        )
+
     def shortened(cost: LayerCost) -> LayerCost:
         names = ("input", "output", "saved", "forward_peak", "backward_peak")
         lines = {f"{name}_bytes": scaled(getattr(cost, f"{name}_bytes")) for name in names}
@@ -251,6 +262,7 @@ def _shortened(model_file: ModelFile, sequence: int) -> ModelFile:
         return replace(
             cost,
             later_backward_peak_bytes=later and scaled(later),
+            selective=selective(cost.selective),
             forward_s=tuple(value * ratio for value in cost.forward_s),
             backward_s=tuple(value * ratio for value in cost.backward_s),
             flops=scaled(cost.flops),

@@ -169,9 +169,10 @@ def why_not(
         if crossed:
             reason = f"tp {strategy.tp} would leave its node; --tp-across-nodes allows it"
     if reason is None and local_cost(layers, kind, strategy) is None:
+        again = " under selective recompute" if strategy.recompute == "selective" else ""
         norms = " with sequence-parallel norms" if strategy.sequence_norms else ""
         measured = sorted({cost.tp for cost in layers.costs if cost.kind == kind.name})
-        reason = f"{kind.name} was not measured at tp {strategy.tp}{norms} (measured: tp {measured})"
+        reason = f"{kind.name} was not measured at tp {strategy.tp}{norms}{again} (measured: tp {measured})"
     return reason
 
 

@@ -93,6 +93,7 @@ def layer_work(
         for found in (compute.forward(cost, samples), compute.backward(cost, samples))
     )
     origins = [cost.origin, forward.origin, backward.origin]
+    # Selective recompute computes in the cost of its backward; its collectives run again as under full.
     recompute = strategy.recompute == "full"
 
     def over(names: tuple[str, ...], collective: Collective, size_bytes: float) -> float:
@@ -106,7 +107,7 @@ def layer_work(
         if names := groups[call.over]:
             cause = "tp" if call.over == "tp" else "sequence"
             calls_s[cause, call.phase] += over(names, call.collective, call.size_bytes.at(samples))
-    if recompute:
+    if strategy.recompute != "none":
         for cause in ("tp", "sequence"):
             calls_s[cause, "backward"] += calls_s[cause, "forward"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopar.measured import Line, TensorParallelCall
+from autopar.measured import Line, SelectiveCost, TensorParallelCall
 from autopar.model import ModelSpec
 
 
@@ -34,6 +34,7 @@ class LayerBytes:
     later_backward_peak_bytes: Line
     flops: Line
     trainable_tensors: int
+    selective: SelectiveCost | None
     calls: tuple[TensorParallelCall, ...]
 
 
@@ -41,7 +42,8 @@ class LayerBytes:
 class RankProfile:
     """The model, the bytes of the layers that this rank traced (by their place), and the seconds of all layers.
 
-    layers: their names; samples, seconds: of each layer, at how many samples it was timed.
+    layers: their names; samples, seconds: of each layer, at how many samples it was timed; selective: likewise of
+    blocks under selective recompute, at the most samples, by their place.
     """
 
     spec: ModelSpec
@@ -50,3 +52,4 @@ class RankProfile:
     bytes_of: dict[str, LayerBytes]
     samples: tuple[tuple[int, ...], ...]
     seconds: tuple[tuple[LayerSeconds, ...], ...]
+    selective: dict[str, LayerSeconds]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -25,6 +25,7 @@ from autopar.runtime.batches import example_batch, vocab_size
 from autopar.runtime.fakes import DEPENDS_ON_NUMBERS
 from autopar.runtime.losses import own_loss, summed_loss
 from autopar.runtime.probing import probe
+from autopar.runtime.recompute import recomputed
 from autopar.runtime.spec import describe, kind_name
 from autopar.runtime.stage import LossFunction, StageBody, StageModule
 from autopar.runtime.structure import BlockForm, Probe
@@ -136,6 +137,13 @@ class LayerBench:
         hidden = self._hidden(samples, shape, sequence_shards=key.tp if key.sequence_norms else 1)
         sides = replace_argument(args, kwargs, form.hidden, None)
         return LayerCall(module=module, hidden=hidden, sides=sides, run=run)
+
+    def selective_call(self, key: LayerKey, samples: int) -> LayerCall | None:
+        """As `call` under selective recompute; None for embedding and head, which are not recomputed."""
+        if key.kind not in self._numbers:
+            return None
+        call = self.call(key, samples)
+        return replace(call, run=recomputed(call.run, "selective"))
 
     def shared_bytes(self, key: LayerKey, samples: int) -> int:
         """Bytes of the side inputs of blocks that live, once a stage, while this layer runs.

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from autopar.errors import InputError
 from autopar.formats import from_plain
-from autopar.measured import LayerCost, LayerProfile, ModelFile
-from autopar.profiler.found import RankProfile
+from autopar.measured import LayerCost, LayerProfile, ModelFile, SelectiveCost
+from autopar.profiler.found import LayerBytes, RankProfile
 from autopar.profiler.provenance import provenance
 from autopar.runtime.launch import Device, Progress, launch
 from autopar.units import dtype_name
@@ -119,7 +120,7 @@ def _model_file(found: Sequence[RankProfile], *, sequence: int, dtype: str, devi
         rows, numbers = [rank.seconds[place] for rank in found], first.samples[place]
         costs.append(
             LayerCost(
-                **vars(layer),
+                **{**vars(layer), "selective": _selective(found, place, layer)},
                 samples=numbers,
                 forward_s=tuple(median(row[i].forward_s for row in rows) for i in range(len(numbers))),
                 backward_s=tuple(median(row[i].backward_s for row in rows) for i in range(len(numbers))),
@@ -134,6 +135,18 @@ def _model_file(found: Sequence[RankProfile], *, sequence: int, dtype: str, devi
         costs=tuple(costs),
     )
     return ModelFile(model=first.spec, layers=layers, provenance=provenance(command, first.device_name))
+
+
+def _selective(found: Sequence[RankProfile], place: int, layer: LayerBytes) -> SelectiveCost | None:
+    """What was traced of selective recompute, with the seconds that it adds."""
+    if layer.selective is None:
+        return None
+    plain = [rank.seconds[place][-1] for rank in found]
+    again = [rank.selective[str(place)] for rank in found]
+    added_s = median(
+        a.forward_s + a.backward_s - p.forward_s - p.backward_s for a, p in zip(again, plain, strict=True)
+    )
+    return replace(layer.selective, share=max(0.0, added_s) / median(p.forward_s for p in plain))
 
 
 def _degrees(nproc: int, tp_degrees: Sequence[int] | None) -> list[int]:

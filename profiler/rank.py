@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 from autopar.formats import to_plain
-from autopar.measured import Line
+from autopar.measured import Line, SelectiveCost
 from autopar.profiler.found import LayerBytes, LayerSeconds, RankProfile
 from autopar.profiler.layers import LayerBench, LayerKey
 from autopar.profiler.timing import choose_repeats, time_burst
-from autopar.profiler.trace import LayerTrace, fit, trace
+from autopar.profiler.trace import LayerTrace, fit, trace, trace_recomputed
 from autopar.runtime.launch import Progress
 from autopar.runtime.models import build_model
 
@@ -81,6 +81,9 @@ def measure(bench: LayerBench, *, degrees: Sequence[int], samples: Sequence[int]
         done += 1
     repeats: dict[tuple[int, int], int] = {}
     bursts: dict[tuple[int, int], list[LayerSeconds]] = {cell: [] for cell in cells}
+    most = {place: bench.selective_call(key, timed[place][-1]) for place, key in enumerate(keys)}
+    again = {place: call for place, call in most.items() if call is not None}
+    bursts_again: dict[int, list[LayerSeconds]] = {place: [] for place in again}
     for _ in range(_ROUNDS):
         for cell in cells:
             key, number = keys[cell[0]], cell[1]
@@ -90,6 +93,8 @@ def measure(bench: LayerBench, *, degrees: Sequence[int], samples: Sequence[int]
                 repeats[cell] = choose_repeats(call)
             bursts[cell].append(time_burst(call, repeats[cell]))
             done += 1
+        for place, call in again.items():
+            bursts_again[place].append(time_burst(call, repeats[place, timed[place][-1]]))
     report({"done": total, "total": total, "what": "layers"})
     return RankProfile(
         spec=bench.spec,
@@ -98,6 +103,7 @@ def measure(bench: LayerBench, *, degrees: Sequence[int], samples: Sequence[int]
         bytes_of=bytes_of,
         samples=tuple(timed),
         seconds=tuple(tuple(_median(bursts[place, n]) for n in timed[place]) for place in range(len(keys))),
+        selective={str(place): _median(found) for place, found in bursts_again.items()},
     )
 
 
@@ -116,6 +122,22 @@ def layer_bytes(bench: LayerBench, key: LayerKey, samples: Sequence[int]) -> Lay
     def line(value: Callable[[LayerTrace], int]) -> Line:
         return fit(ends, [value(found) for found in traces])
 
+    again = [bench.selective_call(key, n) for n in ends]
+    kept = [
+        trace_recomputed(call, shared_bytes=bench.shared_bytes(key, n))
+        for call, n in zip(again, ends, strict=True)
+        if call is not None
+    ]
+
+    def kept_line(name: str) -> Line:
+        return fit(ends, [getattr(found, name) for found in kept])
+
+    selective = kept and SelectiveCost(
+        saved_bytes=kept_line("saved_bytes"),
+        forward_peak_bytes=kept_line("forward_peak_bytes"),
+        backward_peak_bytes=kept_line("backward_peak_bytes"),
+        later_backward_peak_bytes=kept_line("later_backward_peak_bytes"),
+    )
     return LayerBytes(
         kind=key.kind,
         tp=key.tp,
@@ -131,5 +153,6 @@ def layer_bytes(bench: LayerBench, key: LayerKey, samples: Sequence[int]) -> Lay
         later_backward_peak_bytes=line(lambda found: found.later_backward_peak_bytes),
         flops=line(lambda found: found.flops),
         trainable_tensors=sum(p.requires_grad for p in parameters),
+        selective=selective or None,
         calls=bench.calls(key),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -52,9 +52,24 @@ def trace(call: LayerCall, *, shared_bytes: int = 0) -> LayerTrace:
     side inputs (but never the batch, the incoming activation or the parameters), the saved set does not: they exist
     once, and only one layer is at its peak at a time. Cost: four forwards and two backwards.
     """
+    found = _peaks(call, shared_bytes)
+    saved_bytes, flops = _saved(call)
+    call.module.zero_grad(set_to_none=True)
+    return replace(found, saved_bytes=saved_bytes, flops=flops)
+
+
+def trace_recomputed(call: LayerCall, *, shared_bytes: int = 0) -> LayerTrace:
+    """As `trace`, without FLOPs, of a layer that computes again in its backward what it does not keep itself.
+
+    What it keeps is seen as what lives between forward and backward, its input included.
+    """
+    _peaks(call, shared_bytes)  # what is kept of a first forward may not be what is kept later
+    return _peaks(call, shared_bytes)
+
+
+def _peaks(call: LayerCall, shared_bytes: int) -> LayerTrace:
     with torch.no_grad():
         call.run(call.hidden)  # what runs for the first time may compile, and that is not the layer's own memory
-    saved_bytes, flops = _saved(call)
     call.module.zero_grad(set_to_none=True)
     device = next(call.module.parameters()).device
     weight = torch.zeros((), device=device, requires_grad=True)
@@ -65,19 +80,21 @@ def trace(call: LayerCall, *, shared_bytes: int = 0) -> LayerTrace:
         forward_peak_bytes = live.peak_bytes - entry_bytes
         ending = _Gradient.apply(output)
         del output
+        kept_bytes = live.current_bytes - entry_bytes
         backward_peak_bytes = _backward_peak_bytes(ending, live) - entry_bytes
         entry_bytes = live.current_bytes  # with the gradients
         ending = _Gradient.apply(run_inside_model(call, weight))
         later_bytes = _backward_peak_bytes(ending, live) - entry_bytes
     call.module.zero_grad(set_to_none=True)
+    input_bytes = storage_bytes(call.hidden) if call.hidden is not None else storage_bytes(call.sides)
     return LayerTrace(
-        input_bytes=storage_bytes(call.hidden) if call.hidden is not None else storage_bytes(call.sides),
+        input_bytes=input_bytes,
         output_bytes=output_bytes,
-        saved_bytes=saved_bytes,
+        saved_bytes=input_bytes + kept_bytes,
         forward_peak_bytes=forward_peak_bytes + shared_bytes,
         backward_peak_bytes=backward_peak_bytes + shared_bytes,
         later_backward_peak_bytes=later_bytes + shared_bytes,
-        flops=flops,
+        flops=0,
     )
 
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from autopar.axes import Placement
 from autopar.derived import goes_around
@@ -21,6 +20,7 @@ from autopar.runtime.holding import held_parameters
 from autopar.runtime.moving import attach_relayouts
 from autopar.runtime.precision import Masters
 from autopar.runtime.randomness import BlockStream, agreed_seed
+from autopar.runtime.recompute import recomputed
 from autopar.runtime.sharding import axes_of_copies, shard_layers
 from autopar.runtime.side_inputs import MASK, POSITIONS, SideInputs, probe_optional
 from autopar.runtime.spec import DescribedModel
@@ -89,8 +89,7 @@ def place_layers(
         block_plans = _cut_blocks(body, plan, found, described, groups, checked, device)
         cuts |= _tensor_cuts(body, plan, groups, block_plans, ends)
         for place, block in body.blocks().items():
-            if plan.strategies[place + 1].recompute == "full":
-                block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+            block.forward = recomputed(block.forward, plan.strategies[place + 1].recompute)
         attach_relayouts(body, plan, groups)
         _attach_streams(body, plan, groups, seed)
         shard_layers(stages[number], plan, groups, masters, cuts)

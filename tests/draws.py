@@ -57,7 +57,7 @@ def strategies_on(draw: st.DrawFn, ranks: int, *, runnable: bool = False) -> Str
         sp=sp,
         cp=cp,
         ep=ep,
-        recompute=draw(st.sampled_from(("none", "full") if runnable else ("none", "full", "selective"))),
+        recompute=draw(st.sampled_from(("none", "full", "selective"))),
     )
 
 

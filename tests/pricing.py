@@ -17,6 +17,7 @@ from autopar.measured import (
     LinkProfile,
     ModelFile,
     Provenance,
+    SelectiveCost,
     TensorParallelCall,
 )
 from autopar.model import Attention, LayerKind, ModelSpec, Parameter
@@ -85,7 +86,10 @@ def _line(per_sample: float) -> Line:
 def layer_cost(
     kind: str, *, tp: int = 1, norms: bool = False, parameters: int, s_per_sample: float, activation: int
 ) -> LayerCost:
-    """A layer whose tp cuts time, parameters and inner activations, with two all-reduces each way."""
+    """A layer whose tp cuts time, parameters and inner activations, with two all-reduces each way.
+
+    Of a block selective recompute keeps half of the inner activations, for a quarter of a forward.
+    """
     edge = activation // (tp if norms else 1)
     inner = 16 * activation // tp + 4 * edge
     counts = (1, 2, 4, 8)
@@ -96,6 +100,13 @@ def layer_cost(
         for _ in range(2)
     )
     size = parameters // tp * 4
+    selective = SelectiveCost(
+        saved_bytes=_line(8 * activation // tp + 4 * edge),
+        forward_peak_bytes=_line(8 * activation // tp + 5 * edge),
+        backward_peak_bytes=Line(fixed=size, per_sample=inner + 6 * edge),
+        later_backward_peak_bytes=Line(fixed=size // 3, per_sample=inner + 6 * edge),
+        share=0.25,
+    )
     return LayerCost(
         kind=kind,
         tp=tp,
@@ -113,6 +124,7 @@ def layer_cost(
         backward_peak_bytes=Line(fixed=size, per_sample=inner + 5 * edge),
         flops=_line(2.0 * parameters * SEQUENCE),
         calls=calls if tp > 1 else (),
+        selective=selective if kind == "block" else None,
     )
 
 

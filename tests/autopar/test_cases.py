@@ -60,7 +60,7 @@ def test_c04_one_rank_recomputes_when_it_must() -> None:
     free = search_files(model, alone, request(8)).plan
     leaner = request(8, memory_bytes=int(_peak(free) * 0.8), num_micro_batches=(free.num_micro_batches,))
     plan = search_files(model, alone, leaner).plan
-    assert any(strategy.recompute == "full" for strategy in plan.strategies)
+    assert any(strategy.recompute != "none" for strategy in plan.strategies)
     assert {strategy.ranks for strategy in plan.strategies} == {1}
 
 

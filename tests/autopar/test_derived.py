@@ -185,24 +185,25 @@ def test_a_cut_sequence_keeps_its_part() -> None:
     )
 
 
-def test_selective_recompute_runs_the_core_attention_again() -> None:
-    """Scores and their product with the values: 4 x 32 x 32 x 64 FLOPs a sample, of all FLOPs of a forward."""
+def test_selective_recompute_adds_its_share_of_a_forward_and_keeps_less() -> None:
     plain, again = _work("dp4"), _work("dp4-rs")
-    share = 4 * SEQUENCE**2 * HIDDEN / _cost("dp4").flops.per_sample
     assert again.forward_s == plain.forward_s
-    assert again.backward_s == pytest.approx(plain.backward_s + share * plain.forward_s)
+    assert again.backward_s == pytest.approx(plain.backward_s + plain.forward_s / 4)
+    whole, kept = _cost("dp4"), _cost("dp4-rs")
+    assert whole.saved_bytes.at(2) - kept.saved_bytes.at(2) == 2 * 8 * SEQUENCE * TOKEN
+    # What is computed again is back while one layer works backwards.
+    assert _peak("dp4-rs", 2).peak_bytes < _peak("dp4", 2).peak_bytes
 
 
-def test_selective_recompute_drops_what_only_the_core_keeps() -> None:
-    whole = _cost("dp4").saved_bytes.at(2)
-    assert whole - _cost("dp4-rs").saved_bytes.at(2) == 2 * 4 * 4 * SEQUENCE  # 4 bytes a head and token
-    unfused = replace(KINDS["block"], attention=Attention(heads=4, kv_heads=4, head_dim=16, fused=False))
-    scores = 2 * 4 * SEQUENCE**2 * 4
-    assert whole - _cost("dp4-rs", unfused).saved_bytes.at(2) == scores
-    # The core's part is back while the layer works backwards: one layer gains nothing, three gain twice.
-    plain, again = (_peak(short, 2, unfused).peak_bytes for short in ("dp4", "dp4-rs"))
-    assert plain - again == 2 * scores
-    assert _peak("dp4", 2, unfused, 1).peak_bytes == _peak("dp4-rs", 2, unfused, 1).peak_bytes
+def test_collectives_run_again_under_selective_recompute() -> None:
+    plain, again = _work("dp2-tp2"), _work("dp2-tp2-rs")
+    assert again.tp_forward_s == plain.tp_forward_s
+    assert again.tp_backward_s == pytest.approx(plain.tp_backward_s + plain.tp_forward_s)
+
+
+def test_what_was_not_traced_under_selective_recompute_has_no_price() -> None:
+    costs = tuple(replace(cost, selective=None) for cost in MODEL.layers.costs)
+    assert local_cost(replace(MODEL.layers, costs=costs), KINDS["block"], Strategy.parse("dp4-rs")) is None
 
 
 @pytest.mark.parametrize(("tp", "rows"), [(2, 128), (4, 64), (3, 86)])

@@ -53,7 +53,7 @@ def _why(short: str, role: str = "block", **changes: int) -> str | None:
         (_why("tp2s-sp2"), "sequence-parallel norms with sp or cp"),
         (_why("dp2-cp2"), "nothing is known of the attention heads"),
         (_why("dp2-ep2"), "expert parallelism"),
-        (_why("dp4-rs"), "selective recompute"),
+        (_why("dp4-rs", "head"), "head is not recomputed"),
     ],
 )
 def test_each_reason_names_its_numbers(reason: str | None, words: str) -> None:

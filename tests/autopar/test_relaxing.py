@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from autopar.errors import InfeasibleError
-from autopar.measured import ClusterFile, LayerCost, Line, ModelFile
+from autopar.measured import ClusterFile, LayerCost, Line, ModelFile, SelectiveCost
 from autopar.plan import Plan, Prediction
 from autopar.predict import predict
 from autopar.relaxing import Demand, _shortened, conflicting, explained, relaxations
@@ -21,6 +21,8 @@ from autopar.work import ASSUMED_HOST_ACCESSES, ASSUMED_HOST_BYTES_PER_S, ASSUME
 from tests import pricing
 from tests.bench import whole_search
 from tests.pricing import cluster_file, model_file
+
+SELECTIVE_LINES = ("saved_bytes", "forward_peak_bytes", "backward_peak_bytes", "later_backward_peak_bytes")
 
 
 def _predicted(plan: object) -> Prediction:
@@ -65,7 +67,8 @@ def test_states_in_host_memory_are_one_of_the_ways_out() -> None:
 def test_a_shorter_sequence_has_fewer_bytes_on_every_line() -> None:
     file = whole_search.model_file(whole_search.CASES[0])
     line = Line(fixed=7.0, per_sample=64.0)
-    costs = tuple(replace(cost, later_backward_peak_bytes=line) for cost in file.layers.costs)
+    selective = SelectiveCost(**dict.fromkeys(SELECTIVE_LINES, line))
+    costs = tuple(replace(cost, later_backward_peak_bytes=line, selective=selective) for cost in file.layers.costs)
     whole = replace(file, layers=replace(file.layers, costs=costs))
     half = _shortened(whole, whole.layers.sequence // 2)
     names = [field.name for field in fields(LayerCost) if isinstance(getattr(costs[0], field.name), Line)]
@@ -74,6 +77,8 @@ def test_a_shorter_sequence_has_fewer_bytes_on_every_line() -> None:
         for name in names:
             one, other = getattr(before, name), getattr(after, name)
             assert (other.fixed, other.per_sample) == (one.fixed, one.per_sample / 2), name
+        for name in SELECTIVE_LINES:
+            assert getattr(after.selective, name) == replace(line, per_sample=32.0), name
 
 
 def _fits(files: tuple[ModelFile, ClusterFile], request: Request) -> bool:

@@ -23,8 +23,8 @@ def test_all_divisors_are_candidates() -> None:
     assert len(shorts) == len(set(shorts))
     for expected in ("dp6", "dp6-z3-r", "dp3-z2-tp2s", "dp2-tp3", "tp6s-r"):
         assert expected in shorts
-    # Replicas and 3 ZeRO stages x 2 recompute, twice that with the two norms where tp > 1, and no ZeRO without dp.
-    assert len(shorts) == 8 + 16 + 16 + 4
+    # Replicas and 3 ZeRO stages x 3 recompute, twice that with the two norms where tp > 1, and no ZeRO without dp.
+    assert len(shorts) == 12 + 24 + 24 + 6
 
 
 def test_embed_and_head_run_data_parallel_or_along_the_vocabulary() -> None:
@@ -34,7 +34,7 @@ def test_embed_and_head_run_data_parallel_or_along_the_vocabulary() -> None:
             *("dp4", "dp4-z1", "dp4-z2", "dp4-z3"),
             *("dp2-tp2", "dp2-z1-tp2", "dp2-z2-tp2", "dp2-z3-tp2", "tp4"),
         ]
-    assert len(space.allowed[1]) == 8 + 16 + 4
+    assert len(space.allowed[1]) == 12 + 24 + 6
 
 
 def test_reasons_name_heads_and_degrees() -> None:
@@ -60,7 +60,7 @@ def test_what_was_not_measured_is_left_out() -> None:
 def test_pins_are_masks() -> None:
     space = _space(4, 16, "0: tp4s-r", "head: dp4-z3")
     assert [[space.strategies[s].short for s in space.allowed[i]] for i in (1, 3)] == [["tp4s-r"], ["dp4-z3"]]
-    assert len(space.allowed[2]) == 28
+    assert len(space.allowed[2]) == 42
 
 
 @pytest.mark.parametrize(

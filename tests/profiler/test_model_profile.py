@@ -274,7 +274,12 @@ def test_profile_by_two_processes_and_its_file(tmp_path: Path) -> None:
     for cost in found.layers.costs:
         here = alone.layers.find(cost.kind, cost.tp, cost.sequence_norms)
         assert here is not None
-        assert replace(here, forward_s=cost.forward_s, backward_s=cost.backward_s) == cost
+        seconds: dict[str, Any] = {"forward_s": cost.forward_s, "backward_s": cost.backward_s}
+        if cost.selective is not None and here.selective is not None:
+            assert cost.selective.share > 0
+            seconds["selective"] = replace(here.selective, share=cost.selective.share)
+        assert replace(here, **seconds) == cost
+        assert (cost.selective is None) == (cost.kind != "block")
         assert all(second > 0 for second in (*cost.forward_s, *cost.backward_s))
 
 

@@ -30,6 +30,17 @@ PLANS: dict[str, tuple[list[str], dict[str, Any]]] = {
     "kept whole between": (["dp4-z2"] * 6, {}),
     "tensor parallel": (["dp4", "tp4", "tp4", "dp2-tp2", "dp2-tp2", "dp4-z3"], {}),
     "all mixed, recomputed": (["dp4-z3", "dp2-z3-tp2", "tp4s-r", "dp4-z2-r", "dp4-r", "dp4-z3"], {"micro_batches": 2}),
+    "selective": (["dp4", "dp4-rs", "dp4-z3-rs", "dp4-z2-rs", "dp4-z1-rs", "dp4"], {"micro_batches": 2}),
+    "selective, tensor parallel": (["dp4-z3", "tp4-rs", "dp2-tp2-rs", "tp4s-rs", "dp2-z3-tp2-rs", "dp4-z3"], {}),
+    "selective everywhere": (["dp4-z3", *["dp4-z3-rs"] * 4, "dp4-z3"], {"micro_batches": 2}),
+    "selective, two stages": (
+        ["dp2", "dp2-z3-rs", "tp2-rs", "tp2s-rs", "dp2-rs", "dp2-z3"],
+        {"pp": 2, "layers_per_stage": [3, 3], "micro_batches": 4},
+    ),
+    "selective, two filled stages": (
+        ["dp2", *["dp2-rs"] * 4, "dp2"],
+        {"pp": 2, "layers_per_stage": [3, 3], "micro_batches": 4, "schedule": "gpipe"},
+    ),
     "two stages": (
         ["dp2", "dp2-z3", "tp2", "tp2s", "dp2-r", "dp2-z3"],
         {"pp": 2, "layers_per_stage": [3, 3], "micro_batches": 4},
@@ -57,7 +68,7 @@ PLANS: dict[str, tuple[list[str], dict[str, Any]]] = {
 
 
 SEVERAL = ("two stages a rank", "looped-bfs", "interleaved-zero-bubble", "zbv", "dualpipev")
-SLOW = (*SEVERAL, "kept whole between", "two filled stages")
+SLOW = (*SEVERAL, "kept whole between", "two filled stages", "selective everywhere", "selective, two filled stages")
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +104,8 @@ def test_predicted_peak_is_within_five_percent_of_the_tracked_one(
     for rank, peak_bytes in enumerate(peaks_bytes):
         predicted = rank_memory(plan, rank // width, measured.model, measured.layers)
         error = predicted.peak_bytes / peak_bytes - 1
-        assert abs(error) <= 0.05, f"rank {rank}: {predicted} against {peak_bytes} ({error:+.1%})"
+        most = 0.03 if name.startswith("selective") else 0.05
+        assert abs(error) <= most, f"rank {rank}: {predicted} against {peak_bytes} ({error:+.1%})"
 
 
 COUNTED = ("all mixed, recomputed", "four stages")
