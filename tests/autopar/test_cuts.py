@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
+
+from autopar.cluster import Calibration
 from autopar.cuts import cut_tables, legal_cuts
 from autopar.price import INFEASIBLE
 from autopar.solvers.pipeline import solve_pipeline
@@ -9,8 +14,12 @@ from autopar.solvers.quick import quick_bound
 from tests.pricing import cluster_file, model_file, request
 
 
-def test_floors_are_below_the_tables_and_spare_some_of_them() -> None:
+@pytest.mark.parametrize("compute_factor", [None, 0.5])
+def test_floors_are_below_the_tables_and_spare_some_of_them(compute_factor: float | None) -> None:
     files = model_file(), cluster_file()
+    if compute_factor is not None:
+        calibration = Calibration(compute_factor=compute_factor)
+        files = files[0], replace(files[1], cluster=replace(files[1].cluster, calibration=calibration))
     asked = request()
     legal, _ = legal_cuts(*files, asked)
     made, _ = cut_tables(*files, asked, legal)
