@@ -107,6 +107,8 @@ def _written(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[T
 class _Recorder(TorchDispatchMode):
     """Records what is done to tensors; keeps those that come from parameters on the meta device."""
 
+    running = False
+
     def __init__(self) -> None:
         super().__init__()
         self.parameters: list[weakref.ref[nn.Parameter]] = []
@@ -237,18 +239,19 @@ class _Disguise(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._recorder.is_paused or func not in _SHOWN:
+        if self._recorder.is_paused or func not in (_SET_DATA, *_READ, *_SHOWN):
             return func(*args, **kwargs)
         with self._recorder.paused():
             if func == _SET_DATA:
                 return func(args[0], self._recorder.assigned(*args))
-            ours = args[0].is_meta and _is_ours(args[0])
-            return _SHOWN[func] if ours else func(*args, **kwargs)
+            if not args[0].is_meta or not _is_ours(args[0]):
+                return func(*args, **kwargs)
+            return func(realised(args[0]), *args[1:], **kwargs) if func in _READ else _SHOWN[func]
 
 
 _SET_DATA = Tensor.data.__set__
+_READ = (Tensor.numpy, Tensor.tolist)
 _SHOWN: dict[Any, Any] = {
-    _SET_DATA: None,
     Tensor.is_meta.__get__: False,
     Tensor.is_cpu.__get__: True,
     Tensor.device.__get__: CPU,
@@ -262,8 +265,13 @@ def empty_weights() -> Iterator[None]:
     `autopar.parallelize` makes them on the ranks that hold them. Whatever sets weights must run inside. Cost: the time
     of a plain build, and memory for one parameter at a time.
     """
+    if _Recorder.running:
+        yield  # inside another one
+        return
     recorder = _Recorder()
     with ExitStack() as stack:
+        _Recorder.running = True
+        stack.callback(setattr, _Recorder, "running", False)
         for handle in (
             register_module_parameter_registration_hook(recorder.parameter),
             register_module_buffer_registration_hook(recorder.buffer),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 from autopar.runtime.trees import tree_leaves, tree_map
 
 CPU = torch.device("cpu")
+_OWN_PAGES_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -81,7 +83,7 @@ def made(view: View) -> Tensor:
             if state.lost:
                 raise RuntimeError("its value came from a tensor on the meta device that was never recorded")
             kept = state.constant
-            memory[state.token] = kept[0].clone() if kept else torch.UntypedStorage(state.size_bytes, device="cpu")
+            memory[state.token] = kept[0].clone() if kept else storage_of(state.size_bytes)
         return torch.empty(0, dtype=leaf.dtype, device=CPU).set_(
             memory[state.token], leaf.offset, leaf.shape, leaf.stride
         )
@@ -108,9 +110,21 @@ def made(view: View) -> Tensor:
     return out
 
 
+def storage_of(size_bytes: int) -> torch.UntypedStorage:
+    """A storage of this size with any bytes, which the system gets back as soon as it is freed.
+
+    An allocator keeps freed blocks of some MiB: after many parameters, one at a time, a process holds them all.
+    """
+    if size_bytes < _OWN_PAGES_BYTES:
+        return torch.UntypedStorage(size_bytes, device="cpu")
+    return torch.frombuffer(mmap.mmap(-1, size_bytes), dtype=torch.uint8).untyped_storage()
+
+
 def strided(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
     """A real tensor of this form, with any numbers."""
-    return torch.empty_strided(shape, stride, dtype=dtype, device=CPU)
+    size = 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True)) if 0 not in shape else 0
+    memory = storage_of(size * dtype.itemsize)
+    return torch.empty(0, dtype=dtype, device=CPU).set_(memory, 0, tuple(shape), tuple(stride))
 
 
 def tensors_in(value: Any) -> list[Tensor]:

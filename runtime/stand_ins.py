@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autopar.runtime.replaying import strided
+
 _TILE = 65_521
 """How many numbers are drawn; a prime, so that the columns of a matrix differ."""
 
@@ -38,10 +40,12 @@ def _drawn(parameter: Tensor) -> Tensor:
     """Numbers of about the size that a layer begins with: 1 for vectors, 1 / sqrt(inputs) for matrices."""
     if not parameter.is_floating_point():
         return torch.zeros(parameter.shape, dtype=parameter.dtype)
+    numbers = strided((parameter.numel(),), (1,), parameter.dtype)
     tile = torch.randn(_TILE, generator=torch.Generator().manual_seed(11))
     tile = 1.0 + 0.1 * tile if parameter.dim() < 2 else tile / max(1, parameter.shape[-1]) ** 0.5
-    count = parameter.numel()
-    return tile.to(parameter.dtype).repeat(-(-count // _TILE))[:count].view(parameter.shape)
+    for part in numbers.split(_TILE):
+        part.copy_(tile[: len(part)])
+    return numbers.view(parameter.shape)
 
 
 @contextmanager

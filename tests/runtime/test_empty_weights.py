@@ -43,6 +43,16 @@ def test_a_rank_holds_what_it_would_hold_of_the_whole_model(plan: str, source: s
         assert found["held"] > 0
 
 
+@pytest.mark.parametrize("plan", ["ZeRO-3", pytest.param("two stages", marks=pytest.mark.slow)])
+def test_no_rank_holds_more_than_its_share_and_a_layer(plan: str, ranks: Ranks) -> None:
+    for empty, plain in ranks("empty_jobs:wrapping_peak", 4, plan=plan):
+        assert empty["share_bytes"] == plain["share_bytes"]
+        assert empty["share_bytes"] < 0.55 * empty["whole_bytes"]
+        states_bytes = (12 * 9 + 3) * 5056  # one state of the generator is kept for each parameter
+        assert empty["peak_bytes"] <= empty["share_bytes"] + empty["largest_layer_bytes"] + states_bytes
+        assert plain["peak_bytes"] >= plain["whole_bytes"]
+
+
 @pytest.mark.parametrize("loaded", ["weights", pytest.param("checkpoint", marks=pytest.mark.slow)])
 def test_weights_come_from_files(loaded: str, ranks: Ranks) -> None:
     strategies, shape = PLANS["tied over two stages"]

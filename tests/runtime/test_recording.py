@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.runtime.models import build_model
+from autopar.runtime.models import build_empty, build_model
 from autopar.runtime.recording import empty_weights, recorded, written_since
 from autopar.runtime.replaying import made, writes_of
 from autopar.runtime.stand_ins import with_numbers
@@ -46,7 +48,10 @@ class Odd(nn.Module):
         self.constant = nn.Parameter(torch.tensor([1.0, 2.0, 3.0]))
         self.part = nn.Parameter(torch.ones(4, 6)[1:3].t())
         self.register_buffer("length", self.square.weight.detach().norm()[None])
-        self.rates = [rate.item() for rate in self.shared.bias]
+        self.rates = [rate.item() for rate in self.shared.bias] + self.shared.bias.tolist()
+        self.rates.append(float(self.padded.weight.detach().numpy().sum()))
+        with empty_weights() if self.made.untyped_storage().data_ptr() == 0 else nullcontext():
+            self.inner = nn.Linear(3, 3)
         if self.shared.bias.sum() > 0 or float(self.square.bias.max()) > 0:
             self.more = nn.Linear(2, 2)
         generator = torch.Generator().manual_seed(1)
@@ -102,6 +107,18 @@ def test_whatever_a_model_does_to_its_weights_is_done_again() -> None:
     assert differences(*both(lambda: Odd().to(torch.bfloat16))) == []
     plain, empty = both(Odd)
     assert plain.rates == empty.rates
+
+
+def test_a_model_that_cannot_be_recorded_is_built_plainly(tmp_path: Path) -> None:
+    lines = ["import torch", "from torch import nn", "def build():", "    layer = nn.Linear(2, 2)"]
+    lines += [
+        "    torch.frombuffer(memoryview(layer.weight.detach().__array__()), dtype=torch.float32)",
+        "    return layer",
+    ]
+    file = tmp_path / "reads.py"
+    file.write_text("\n".join(lines))
+    model, plain = build_empty(f"{file}:build"), build_model(f"{file}:build")
+    assert torch.equal(model.weight, plain.weight)
 
 
 def test_a_part_of_the_history_left_out_shows() -> None:
