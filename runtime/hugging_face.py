@@ -177,17 +177,20 @@ def unpacked() -> Iterator[None]:
     """While inside, models take every row of a batch for one sequence, without a look at its positions.
 
     On fake tensors they cannot look, and make a mask of sequence^2 in case there are several, which no real run has.
+    Nor can a truncated normal distribution look at its numbers: nothing is drawn.
     """
     if importlib.util.find_spec("transformers") is None:
         yield
         return
     masks: Any = importlib.import_module("transformers.masking_utils")
-    find = masks.find_packed_sequence_indices
+    first: Any = importlib.import_module("transformers.initialization")
+    find, draw = masks.find_packed_sequence_indices, first.trunc_normal_
     masks.find_packed_sequence_indices = lambda position_ids: None
+    first.trunc_normal_ = lambda tensor, *args, **kwargs: tensor
     try:
         yield
     finally:
-        masks.find_packed_sequence_indices = find
+        masks.find_packed_sequence_indices, first.trunc_normal_ = find, draw
 
 
 @contextmanager

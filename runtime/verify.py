@@ -26,8 +26,9 @@ STEPS = 3
 
 # AdamW divides by the gradient's own size: with a tiny eps it turns rounding noise into whole steps.
 _LEARNING_RATE, _EPS, _MAX_NORM = 1e-2, 1e-5, 0.5
-# Key biases and the like have a gradient of exactly zero; its rounding noise is measured against the largest one.
-_FLOOR = 1e-5
+# Key biases and the like have a gradient of exactly zero; its rounding noise is measured against the largest one: with
+# the tolerance that is 1e-8 of it, below what float32 resolves.
+_FLOOR = 1e-4
 _TIMEOUT_S = 300.0
 
 
