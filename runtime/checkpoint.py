@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,14 +18,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 
 from autopar.errors import InputError
-from autopar.formats import dumps, from_plain, read_file, to_plain, write_file
-from autopar.runtime.gradients import HeldParameter, local_piece, piece, set_parameter, whole
+from autopar.formats import from_plain, read_file
+from autopar.runtime.gradients import HeldParameter, local_piece, piece, set_parameter
 
 CHECKPOINT_KIND, CHECKPOINT_SCHEMA = "autopar.checkpoint", 1
-_FACTS = "autopar.json"
+FACTS = "autopar.json"
 _BATCH_BYTES = 1 << 30
 """Whole tensors are read in batches of about this size, which a rank holds beside its own pieces."""
 
@@ -38,53 +36,6 @@ class CheckpointFacts:
     fingerprint: str
     optimizer: str | None
     settings: str
-
-
-def save_checkpoint(
-    folder: str | os.PathLike[str],
-    held: Sequence[HeldParameter],
-    *,
-    fingerprint: str,
-    writer: int,
-    writers: int,
-    optimizer: torch.optim.Optimizer | None = None,
-) -> None:
-    """Write parameters, and the optimizer's states if given, as the checkpoint `folder`; a collective of the world.
-
-    held: this rank's parameters; writer of writers: this rank among those that hold the same layers, between which
-    the writing is shared. Raises InputError when the folder cannot be written.
-    """
-    target = Path(folder)
-    fresh, old = _beside(target, "new"), _beside(target, "old")
-    state: dict[str, Tensor] = {}
-    for number, (key, entry, tensor) in enumerate(_entries(held, optimizer)):
-        # Every rank takes part in putting a tensor together, one keeps it.
-        full = whole(entry, tensor) if tensor.dim() else tensor.detach()
-        if number % writers == writer and entry.counted:
-            state[key] = full.cpu().clone()
-    failed = ""
-    try:
-        if dist.get_rank() == 0:
-            _make_room(target, fresh)
-    except OSError as error:
-        failed = str(error)
-    raise_where_failed(failed, target)
-    try:
-        dcp.save(state, checkpoint_id=fresh)
-        if dist.get_rank() == 0:
-            facts = CheckpointFacts(
-                fingerprint=fingerprint,
-                optimizer=type(optimizer).__name__ if optimizer else None,
-                settings=_settings(optimizer),
-            )
-            write_file(fresh / _FACTS, dumps(CHECKPOINT_KIND, CHECKPOINT_SCHEMA, to_plain(facts)))
-            if target.exists():
-                target.rename(old)
-            fresh.rename(target)
-            shutil.rmtree(old, ignore_errors=True)
-    except (OSError, CheckpointException, InputError) as error:
-        failed = str(error).splitlines()[0]
-    raise_where_failed(failed, target)
 
 
 def load_checkpoint(
@@ -101,7 +52,7 @@ def load_checkpoint(
     """
     source = _readable(Path(folder))
     facts = from_plain(
-        CheckpointFacts, read_file(source / _FACTS, CHECKPOINT_KIND, CHECKPOINT_SCHEMA), str(source / _FACTS)
+        CheckpointFacts, read_file(source / FACTS, CHECKPOINT_KIND, CHECKPOINT_SCHEMA), str(source / FACTS)
     )
     if facts.fingerprint != fingerprint:
         raise InputError(
@@ -139,19 +90,6 @@ class _Wanted:
     field: str | None
     shape: tuple[int, ...]
     dtype: torch.dtype
-
-
-def _entries(
-    held: Sequence[HeldParameter], optimizer: torch.optim.Optimizer | None
-) -> Iterator[tuple[str, HeldParameter, Tensor]]:
-    """Every tensor to save with its key: the parameters, then the optimizer's states."""
-    for entry in held:
-        yield f"model/{entry.name}", entry, entry.stepped
-    if optimizer is not None:
-        for entry in held:
-            for field, value in sorted(optimizer.state.get(entry.stepped, {}).items()):
-                if isinstance(value, Tensor):
-                    yield f"optimizer/{entry.name}/{field}", entry, value
 
 
 def _wanted(
@@ -212,52 +150,33 @@ def _put(wanted: _Wanted, full: Tensor, optimizer: torch.optim.Optimizer | None)
     optimizer.state[parameter][wanted.field] = value
 
 
-def _settings(optimizer: torch.optim.Optimizer | None) -> str:
-    """The hyperparameters of the first group as JSON; our groups differ only in what kind of tensors they hold."""
-    if optimizer is None:
-        return "{}"
-    group = optimizer.param_groups[0]
-    return json.dumps(
-        {k: v for k, v in group.items() if isinstance(v, int | float | bool | str | list | tuple) and k != "params"}
-    )
-
-
 def _read_settings(text: str) -> dict[str, Any]:
     """The hyperparameters that `_settings` wrote; JSON has made lists of the tuples."""
     return {k: tuple(v) if isinstance(v, list) else v for k, v in json.loads(text).items()}
 
 
-def _beside(target: Path, suffix: str) -> Path:
+def beside(target: Path, suffix: str) -> Path:
+    """Where a checkpoint lies while it is written ("new"), or the previous one while it is replaced ("old")."""
     return target.with_name(f".{target.name}.{suffix}")
-
-
-def _make_room(target: Path, fresh: Path) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    if target.exists() and not (target / _FACTS).exists() and any(target.iterdir()):
-        raise OSError("it is a folder of something else")
-    shutil.rmtree(fresh, ignore_errors=True)
-    fresh.mkdir()
 
 
 def is_checkpoint(folder: str | os.PathLike[str]) -> bool:
     """Whether a folder is a checkpoint that `load_checkpoint` can try, rather than other files."""
-    return any((found / _FACTS).exists() for found in (Path(folder), _beside(Path(folder), "old")))
+    return any((found / FACTS).exists() for found in (Path(folder), beside(Path(folder), "old")))
 
 
 def _readable(target: Path) -> Path:
     """The folder, or the previous one where a crash came between the two renames of a save."""
-    for folder in (target, _beside(target, "old")):
-        if (folder / _FACTS).exists():
+    for folder in (target, beside(target, "old")):
+        if (folder / FACTS).exists():
             return folder
-    raise InputError(
-        f"{target} is no checkpoint", why=f"it has no {_FACTS}", fix="give a folder that model.save wrote"
-    )
+    raise InputError(f"{target} is no checkpoint", why=f"it has no {FACTS}", fix="give a folder that model.save wrote")
 
 
-def raise_where_failed(failed: str, target: Path) -> None:
-    """Raise InputError on every rank when a step failed on any of them; also a barrier."""
-    said: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(said, failed)
+def raise_where_failed(failed: str, target: Path, group: dist.ProcessGroup | None = None) -> None:
+    """Raise InputError on every rank of the group (None: the world) when a step failed on any; also a barrier."""
+    said: list[str] = [""] * dist.get_world_size(group)
+    dist.all_gather_object(said, failed, group=group)
     reasons = [words for words in said if words]
     if reasons:
         raise InputError(f"{target} cannot be saved", why=reasons[0], fix="choose a writable folder")

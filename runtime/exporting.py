@@ -14,14 +14,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from autopar.errors import InputError
 from autopar.runtime.checkpoint import raise_where_failed
 from autopar.runtime.gradients import HeldParameter, whole
 from autopar.runtime.weights import put_weight
+
+try:
+    from safetensors import SafetensorError, safe_open
+    from safetensors.torch import save_file
+except ImportError as error:
+    raise InputError(
+        "plain weights need the package safetensors",
+        why=f"it cannot be imported: {error}",
+        fix="pip install 'autopar[hf]'",
+    ) from None
 
 INDEX = "model.safetensors.index.json"
 _ONE = "model.safetensors"

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, DistributedSampler
 from autopar.errors import InputError, RunError
 from autopar.plan import Plan
 from autopar.runtime.batches import sequence_length
-from autopar.runtime.checkpoint import load_checkpoint, save_checkpoint
+from autopar.runtime.checkpoint import load_checkpoint
 from autopar.runtime.fakes import number
 from autopar.runtime.gradients import (
     HeldParameter,
@@ -31,6 +31,7 @@ from autopar.runtime.losses import loss_of, with_loss
 from autopar.runtime.pipelining import Pipeline
 from autopar.runtime.precision import mixed_dtype
 from autopar.runtime.samples import own_samples
+from autopar.runtime.saving import CheckpointWriter
 from autopar.runtime.stage import StageModule
 from autopar.runtime.stepping import follow_steps
 from autopar.runtime.structure import Probe
@@ -65,6 +66,9 @@ class ParallelModel(nn.Module):
         self._pipeline_group = groups.pipeline() if plan.pp > 1 else None
         self._pipeline: Pipeline | None = None
         self._steps = 0
+        self._writer = CheckpointWriter(
+            fingerprint=plan.model.fingerprint, writer=groups.place, writers=plan.mesh.ranks_per_stage
+        )
         self._reduce_in_backward = False
         for entry in self.held:
             if entry.stands_in:
@@ -267,16 +271,19 @@ class ParallelModel(nn.Module):
         """The 2-norm of the gradient of the whole model, which is then scaled down to `max_norm` if larger."""
         return clip_gradients(self.held, max_norm)
 
-    def save(self, folder: str | os.PathLike[str], optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Write a checkpoint that any plan of this model reads again, with the optimizer's states if given."""
-        save_checkpoint(
-            folder,
-            self.held,
-            fingerprint=self.plan.model.fingerprint,
-            writer=self._groups.place,
-            writers=self.plan.mesh.ranks_per_stage,
-            optimizer=optimizer,
-        )
+    def save(
+        self, folder: str | os.PathLike[str], optimizer: torch.optim.Optimizer | None = None, *, wait: bool = True
+    ) -> None:
+        """Write a checkpoint that any plan of this model reads again, with the optimizer's states if given.
+
+        wait=False: training may go on when this returns, while a thread writes what was; the next save, load or
+        `wait_for_save` waits for it and raises what failed. Call `wait_for_save` before the process group is left.
+        """
+        self._writer.save(folder, self.held, optimizer, wait=wait)
+
+    def wait_for_save(self) -> None:
+        """Return when what was saved with wait=False is written; InputError where it could not be."""
+        self._writer.wait()
 
     def export(self, folder: str | os.PathLike[str]) -> None:
         """Write the weights as plain safetensors under the model's own names; a collective.
@@ -310,6 +317,7 @@ class ParallelModel(nn.Module):
 
     def load(self, folder: str | os.PathLike[str], optimizer: torch.optim.Optimizer | None = None) -> None:
         """Take the parameters, and the optimizer's states if given, from a checkpoint of any plan of this model."""
+        self._writer.wait()
         load_checkpoint(folder, self.held, fingerprint=self.plan.model.fingerprint, optimizer=optimizer)
 
     def param_groups(self) -> list[dict[str, Any]]:

@@ -20,7 +20,8 @@ from autopar.runtime.models import build_empty, build_model
 from autopar.runtime.parallel import ParallelModel, parallelize
 from autopar.runtime.structure import fingerprint
 from autopar.runtime.verify import compare
-from tests.runtime.rank_jobs import _started, _steps, make_plan
+from tests.runtime.rank_jobs import make_plan
+from tests.runtime.saving_jobs import _started, _steps
 
 PLAIN = "examples/gpt.py:build(width=32, heads=4, blocks=4, vocab=64, context=16)"
 

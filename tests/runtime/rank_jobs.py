@@ -343,45 +343,6 @@ def first_tensor(output: Any) -> torch.Tensor:
     return output[0] if isinstance(output, tuple) else output
 
 
-def save_after_two_steps(source: str, folder: str, strategies: list[str], **shape: Any) -> dict[str, Any]:
-    """Two AdamW steps, a checkpoint, and the losses of two more steps."""
-    wrapped, optimizer = _started(source, strategies, shape, seed=0)
-    _steps(wrapped, optimizer, (0, 1))
-    wrapped.save(folder, optimizer)
-    return {"losses": _steps(wrapped, optimizer, (2, 3))}
-
-
-def resume(source: str, folder: str, strategies: list[str], seed: int = 1, **shape: Any) -> dict[str, Any]:
-    """The losses of the two steps after a checkpoint, from a model that began with other weights."""
-    wrapped, optimizer = _started(source, strategies, shape, seed=seed)
-    try:
-        wrapped.load(folder, optimizer)
-    except AutoparError as error:
-        return {"refused": f"{type(error).__name__}: {error}"}
-    return {"losses": _steps(wrapped, optimizer, (2, 3))}
-
-
-def _started(
-    source: str, strategies: list[str], shape: dict[str, Any], seed: int, build: Any = build_model
-) -> tuple[ParallelModel, Any]:
-    plan = make_plan(source, strategies, world=dist.get_world_size(), **shape)
-    wrapped = parallelize(build(source, seed=seed).eval(), plan)
-    return wrapped, torch.optim.AdamW(wrapped.param_groups(), lr=1e-2 if seed == 0 else 0.5, eps=1e-5)
-
-
-def _steps(wrapped: ParallelModel, optimizer: Any, steps: tuple[int, ...]) -> list[float]:
-    losses = []
-    for step in steps:
-        generator = torch.Generator().manual_seed(step)
-        tokens = torch.randint(64, (wrapped.plan.request.global_batch, 8), generator=generator)
-        batch = wrapped.shard_batch({"input_ids": tokens, "labels": tokens})
-        losses.append(float(wrapped.train_step(batch)))
-        wrapped.clip_grad_norm_(0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
-
-
 def sampled() -> list[int]:
     """The places of a dataset of 16 that this rank's sampler gives, in two stages of two ranks."""
     source = (

@@ -109,11 +109,11 @@ def test_c23_micro_batches_of_few_and_many_tokens(strategies: list[str], shape: 
 def test_a_rank_killed_while_saving_leaves_the_previous_checkpoint(moment: str, ranks: Ranks, tmp_path: Path) -> None:
     shape = {"strategies": ["dp2", "tp2", "dp2-z3", "tp2", "dp2-z1", "dp2"], "source": TIED}
     folder = str(tmp_path / "checkpoint")
-    whole = ranks("save_after_two_steps", 2, folder=str(tmp_path / "other"), **shape)
+    whole = ranks("saving_jobs:save_after_two_steps", 2, folder=str(tmp_path / "other"), **shape)
     with pytest.raises(AssertionError, match="gone or silent"):
         ranks("case_jobs:killed_while_saving", 2, folder=folder, moment=moment, timeout_s=60, **shape)
-    for found in ranks("resume", 2, folder=folder, **shape):
+    for found in ranks("saving_jobs:resume", 2, folder=folder, **shape):
         assert found["losses"] == pytest.approx(whole[0]["losses"], rel=2e-6)
-    for found in ranks("save_after_two_steps", 2, folder=folder, **shape):  # and the next save clears up
+    for found in ranks("saving_jobs:save_after_two_steps", 2, folder=folder, **shape):  # and the next save clears up
         assert found["losses"] == pytest.approx(whole[0]["losses"], rel=2e-6)
     assert [name for name in os.listdir(tmp_path) if name.startswith(".")] == []

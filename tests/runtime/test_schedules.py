@@ -89,8 +89,8 @@ def test_checkpoints_of_both_ends_on_one_rank(ends: str, ranks: Ranks, tmp_path:
     one = {"strategies": ["dp4-z3", "dp2-tp2", "tp4", "dp4-z2", "dp4", "dp4-z3"]}
     for number, (writer, reader) in enumerate(((several, one), (one, several))):
         folder = str(tmp_path / str(number))
-        written = ranks("save_after_two_steps", 4, source=TIED, folder=folder, **writer)
-        for found in ranks("resume", 4, source=TIED, folder=folder, **reader):
+        written = ranks("saving_jobs:save_after_two_steps", 4, source=TIED, folder=folder, **writer)
+        for found in ranks("saving_jobs:resume", 4, source=TIED, folder=folder, **reader):
             assert found["losses"] == pytest.approx(written[0]["losses"], rel=2e-6)
 
 
