@@ -73,7 +73,7 @@ def test_each_strategy_alone_equals_one_process(short: str, ranks: Ranks) -> Non
 
 
 def test_the_same_seed_draws_the_same_plans_and_all_are_legal() -> None:
-    plans = draw_plans(LLAMA4, nproc=4, count=150, seed=5)
+    plans = draw_plans(LLAMA4, nproc=4, count=250, seed=5)
     assert plans[:20] == draw_plans(LLAMA4, nproc=4, count=20, seed=5)
     assert plans[:20] != draw_plans(LLAMA4, nproc=4, count=20, seed=6)
     piped = [plan for plan in plans if plan.pp > 1]
