@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autopar.comm import BUCKET_BYTES
-from autopar.memory import Unit
+from autopar.layer_memory import Unit
 from autopar.request import OFFLOADED, Optimizer
 
 

@@ -11,8 +11,9 @@ from typing import TypedDict
 from autopar.axes import Layout, RankMesh
 from autopar.cluster import ClusterSpec
 from autopar.comm import seconds, shape_of
+from autopar.layer_memory import Unit
 from autopar.measured import GroupShape, LayerProfile, LinkProfile, Origin, weakest
-from autopar.memory import Unit, edge_bytes, walk_stages
+from autopar.memory import edge_bytes, walk_stages
 from autopar.model import ModelSpec
 from autopar.orders import actions
 from autopar.pipeline import Ending, StageTimes, Timeline, simulate, step

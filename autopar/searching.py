@@ -12,23 +12,20 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate, pairwise
 from typing import Any
 
-import autopar
-from autopar.cuts import CutTables, check_files, cut_tables, legal_cuts
+from autopar.cuts import check_files, cut_tables, legal_cuts
 from autopar.errors import InfeasibleError, InputError, RunError
-from autopar.finalists import SOLVER, Finalist, certified, objective_ns, peak_bytes, ranking
-from autopar.ledger import OverBudgetError
+from autopar.finalists import Finalist, certified, objective_ns, peak_bytes, ranking
 from autopar.measured import ClusterFile, ModelFile
-from autopar.plan import Certificate, Plan, PlanCluster, PlanModel, RankMemory
+from autopar.plan import Plan
 from autopar.polish import ASKED, Columns, Cuts, leaner, polish
-from autopar.predict import Known, predict, rank_memory
-from autopar.price import INFEASIBLE, CostTables, OutOfRange, score
-from autopar.request import Request, Schedule
+from autopar.pool import Pool
+from autopar.price import INFEASIBLE, CostTables, OutOfRange
+from autopar.request import Request
 from autopar.schedules import PLAIN
 from autopar.solvers.lean import leanest_of
-from autopar.solvers.pipeline import TableChoice, halting, solve_pipeline, solve_table
+from autopar.solvers.pipeline import halting, solve_pipeline, solve_table
 from autopar.solvers.quick import quick_bound
 from autopar.solvers.segment import FORBIDDEN
 from autopar.tables import Memory
@@ -93,7 +90,7 @@ def search_files(
     made, reasons = cut_tables(
         model_file, cluster_file, request, legal, lambda done, total: tell("tables", done, total), halted
     )
-    pool = _Pool(model_file=model_file, cluster_file=cluster_file, request=request, made=made)
+    pool = Pool(model_file=model_file, cluster_file=cluster_file, request=request, made=made)
     try:
         bound_ns = _propose(pool, tell, deadline, stop)
     except OutOfRange:
@@ -126,110 +123,7 @@ def search_files(
     return SearchResult(plan=found[0].plan, finalists=tuple(found), skipped=(*skipped, *reasons))
 
 
-class _Pool:
-    """The candidates that were simulated so far, and what it takes to simulate one."""
-
-    def __init__(self, *, model_file: ModelFile, cluster_file: ClusterFile, request: Request, made: CutTables) -> None:
-        self.model_file, self.cluster_file, self.request, self.made = model_file, cluster_file, request, made
-        self.budget_bytes = request.memory_bytes or cluster_file.cluster.usable_bytes
-        self.found: dict[tuple[int, Cuts, Columns, Schedule], Finalist] = {}
-        self.bounding: TableChoice | None = None
-        self._known = Known()
-        self._over: set[tuple[int, int, int, Columns]] = set()
-        model, cluster = model_file.model, cluster_file.cluster
-        self._model = PlanModel(
-            name=model.name, source=model.source, fingerprint=model.fingerprint, profile=model_file.fingerprint
-        )
-        self._cluster = PlanCluster(
-            name=cluster.name,
-            device=cluster.device,
-            world_size=cluster.world_size,
-            ranks_per_node=cluster.ranks_per_node,
-            memory_bytes=cluster.memory_bytes,
-            profile=cluster_file.fingerprint,
-        )
-
-    def add(
-        self, table: int, layers_per_stage: Cuts, strategies: Columns, schedule: Schedule | None = None
-    ) -> Finalist:
-        """The simulated candidate of a choice of a table, under its own schedule or another."""
-        key = table, layers_per_stage, strategies, schedule or self.made.cuts[table].schedule
-        if key not in self.found:
-            plan = self.priced(self.plan(*key))
-            fits = peak_bytes(plan) <= self.budget_bytes and self._few_enough(key[2])
-            self.found[key] = Finalist(plan=plan, fits=fits)
-        return self.found[key]
-
-    def priced(self, plan: Plan) -> Plan:
-        """The plan with its prediction."""
-        model, cluster = self.model_file, self.cluster_file
-        predicted = predict(plan, model.model, model.layers, cluster.cluster, cluster.links, self._known)
-        return replace(plan, predicted=predicted)
-
-    def fits(self, table: int, layers_per_stage: Cuts, strategies: Columns) -> bool:
-        """Whether the memory walk of every stage stays within the budget."""
-        if not self._few_enough(strategies):
-            return False
-        if not score(self.made.lower[table], layers_per_stage, strategies).fits:
-            return False
-        ends = (0, *accumulate(layers_per_stage))
-        # What precedes a stage does not matter to it: activations arrive in the boundary layout.
-        keys = [(table, stage, a, strategies[a:b]) for stage, (a, b) in enumerate(pairwise(ends))]
-        if not self._over.isdisjoint(keys):
-            return False
-        plan = self.plan(table, layers_per_stage, strategies)
-        for key in keys:
-            try:
-                fits = self._walk(plan, key[1], self.budget_bytes).peak_bytes <= self.budget_bytes
-            except OverBudgetError:
-                fits = False
-            if not fits:
-                self._over.add(key)
-                return False
-        return True
-
-    def peak_bytes(self, table: int, layers_per_stage: Cuts, strategies: Columns) -> int:
-        """The peak of the worst stage by the memory walk."""
-        plan = self.plan(table, layers_per_stage, strategies)
-        return max(self._walk(plan, stage).peak_bytes for stage in range(plan.pp))
-
-    def _walk(self, plan: Plan, stage: int, most_bytes: int | None = None) -> RankMemory:
-        model, layers = self.model_file.model, self.model_file.layers
-        return rank_memory(plan, stage, model, layers, self._known, most_bytes=most_bytes)
-
-    def _few_enough(self, strategies: Columns) -> bool:
-        """Whether the blocks take no more strategies than were asked for."""
-        most = self.request.max_strategies
-        return most is None or len(set(strategies[1:-1])) <= most
-
-    def best_ns(self, table: int | None = None) -> int:
-        """The least objective of the candidates that fit, of all or of one table, INFEASIBLE without one."""
-        fitting = (f.plan for key, f in self.found.items() if f.fits and table in (None, key[0]))
-        return min(map(objective_ns, fitting), default=INFEASIBLE)
-
-    def plan(self, table: int, layers_per_stage: Cuts, strategies: Columns, schedule: Schedule | None = None) -> Plan:
-        """The plan of a choice, without a prediction, with a certificate that has no bound yet."""
-        cut, tables = self.made.cuts[table], self.made.lower[table]
-        return Plan(
-            model=self._model,
-            cluster=self._cluster,
-            request=self.request,
-            pp=cut.pp,
-            schedule=schedule or cut.schedule,
-            num_micro_batches=cut.num_micro_batches,
-            layers_per_stage=layers_per_stage,
-            strategies=tuple(tables.strategies[s] for s in strategies),
-            certificate=Certificate(
-                objective_ns=score(tables, layers_per_stage, strategies).objective_ns,
-                lower_bound_ns=0,
-                status="gap",
-                solver=SOLVER,
-            ),
-            versions={"autopar": autopar.__version__},
-        )
-
-
-def _propose(pool: _Pool, tell: Progress, deadline: float | None, stop: Callable[[], bool] | None) -> int:
+def _propose(pool: Pool, tell: Progress, deadline: float | None, stop: Callable[[], bool] | None) -> int:
     """The lower bound over all plans that fit, INFEASIBLE for none; the best choices of the tables join the pool.
 
     The tables whose memory is bounded from below say which cuts matter; only for those whose choice does not fit are
@@ -303,7 +197,7 @@ def _propose(pool: _Pool, tell: Progress, deadline: float | None, stop: Callable
     return bound_ns
 
 
-def _polish(pool: _Pool, bound_ns: int, tell: Progress, halted: Callable[[], bool]) -> None:
+def _polish(pool: Pool, bound_ns: int, tell: Progress, halted: Callable[[], bool]) -> None:
     """Better neighbours of the best choices join the pool."""
     if pool.best_ns() * (1 - (CLOSE if pool.made.is_large else 0)) > bound_ns:
         far = pool.best_ns() * (1 - FAR) > bound_ns
@@ -328,7 +222,7 @@ def _polish(pool: _Pool, bound_ns: int, tell: Progress, halted: Callable[[], boo
         tell("polish", len(starts), len(starts))
 
 
-def _add_twins(pool: _Pool) -> None:
+def _add_twins(pool: Pool) -> None:
     """The best choices under 1f1b join the pool under gpipe, which has no tables of its own."""
     if set(pool.request.schedules) >= {"1f1b", "gpipe"}:
         fitting = sorted((objective_ns(f.plan), *key) for key, f in pool.found.items() if f.fits)
@@ -337,7 +231,7 @@ def _add_twins(pool: _Pool) -> None:
                 pool.add(table, layers_per_stage, strategies, "gpipe")
 
 
-def _add_leanest(pool: _Pool) -> None:
+def _add_leanest(pool: Pool) -> None:
     """The leanest choice of each side joins the pool, in small tables with neighbours: they may be all that fits."""
     for memory in SIDES:
         lean = leanest_of([pool.made.table(memory, place) for place in range(len(pool.made.cuts))])
@@ -349,7 +243,7 @@ def _add_leanest(pool: _Pool) -> None:
     pool.add(table, cuts, leaner(pool.made.lower[table], columns, lambda one: pool.peak_bytes(table, cuts, one)))
 
 
-def _provers(pool: _Pool, bound_ns: int, tell: Progress, halted: Callable[[], bool]) -> tuple[str, ...]:
+def _provers(pool: Pool, bound_ns: int, tell: Progress, halted: Callable[[], bool]) -> tuple[str, ...]:
     """Who agrees that no plan is below the bound: in every table that could hold one, not only in the best.
 
     Nobody where the number of strategies is limited, which these programs do not express.
@@ -377,7 +271,7 @@ def _provers(pool: _Pool, bound_ns: int, tell: Progress, halted: Callable[[], bo
     return names or ()
 
 
-def _nothing_fits(pool: _Pool, *, proven: bool) -> InfeasibleError:
+def _nothing_fits(pool: Pool, *, proven: bool) -> InfeasibleError:
     """What is missing: the leanest plan, its worst rank with its parts, and the memory that would do."""
     _add_leanest(pool)
     plan = min((f.plan for f in pool.found.values()), key=lambda one: (peak_bytes(one), *ranking(one)))

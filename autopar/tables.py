@@ -14,8 +14,9 @@ from autopar.axes import Layout, RankMesh
 from autopar.bounds import lower_bound, upper_bound
 from autopar.cluster import ClusterSpec
 from autopar.derived import local_bytes, local_cost
+from autopar.layer_memory import Unit
 from autopar.measured import LayerCost, LayerProfile, LinkProfile
-from autopar.memory import Unit, edge_bytes
+from autopar.memory import edge_bytes
 from autopar.model import ModelSpec
 from autopar.orders import in_flight
 from autopar.price import INFEASIBLE, CostTables, Int

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from autopar.axes import RankMesh
 from autopar.derived import goes_around, local_cost
+from autopar.layer_memory import Unit
 from autopar.measured import LayerCost, LayerProfile
-from autopar.memory import Unit, walk
+from autopar.memory import walk
 from autopar.model import Attention, LayerKind
 from autopar.orders import actions
 from autopar.plan import Plan, PlanCluster, PlanModel

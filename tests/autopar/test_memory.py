@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.bounds import lower_bound, upper_bound
-from autopar.memory import Unit, edge_bytes, walk
+from autopar.layer_memory import Unit
+from autopar.memory import edge_bytes, walk
 from autopar.orders import actions, in_flight
 from autopar.request import SCHEDULES, Optimizer, Schedule
 

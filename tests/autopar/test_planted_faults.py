@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from autopar import memory, plan, roofline
+from autopar import layer_memory, plan, roofline
 from autopar.measured import Line
 from autopar.plan import RankMemory
 from autopar.units import MIB
@@ -58,18 +58,18 @@ def logits_without_size(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_peak_of_recompute(patch: pytest.MonkeyPatch) -> None:
-    whole = memory.Unit.of
+    whole = layer_memory.Unit.of
 
     def planted(*args: Any, **others: Any) -> Any:
         unit = whole(*args, **others)
         names = ("forward_peak_bytes", "backward_peak_bytes", "saved_bytes")
         return replace(unit, **dict.fromkeys(names, 0))
 
-    patch.setattr(memory.Unit, "of", planted)
+    patch.setattr(layer_memory.Unit, "of", planted)
 
 
 def no_transient_of_the_optimizer(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(memory, "OPTIMIZER_TEMPORARIES", dict.fromkeys(memory.OPTIMIZER_TEMPORARIES, 0))
+    patch.setattr(layer_memory, "OPTIMIZER_TEMPORARIES", dict.fromkeys(layer_memory.OPTIMIZER_TEMPORARIES, 0))
 
 
 def only_the_ends_decide(patch: pytest.MonkeyPatch) -> None:

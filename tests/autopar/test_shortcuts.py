@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from autopar import memory
-from autopar.memory import Unit, walk
+from autopar.layer_memory import Unit
+from autopar.memory import walk
 from autopar.orders import actions
 from autopar.pipeline import Ending, StageTimes, simulate, step
 from autopar.polish import _better_singles, moved_cuts

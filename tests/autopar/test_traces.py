@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autopar.layer_memory import Unit
 from autopar.legality import why_schedule_illegal
-from autopar.memory import Unit, walk, walk_stages
+from autopar.memory import walk, walk_stages
 from autopar.orders import Action, actions
 from autopar.plan import Plan, PlanCluster, PlanModel, RankMemory
 from autopar.predict import predict, timeline
