@@ -17,7 +17,7 @@ from autopar.errors import AutoparError
 from autopar.formats import check_writable
 from autopar.interrupts import INTERRUPTED, interrupt_stops, leave_at_once, step
 from autopar.options import batches, schedules, settings, usage_error
-from autopar.request import Schedule
+from autopar.request import Optimizer, Schedule
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -40,7 +40,6 @@ Out = Annotated[Path, typer.Option("--output", "-o", help="The file to write.")]
 Nproc = Annotated[int | None, typer.Option(min=1, max=256, help="How many local processes (default: GPUs, or 4).")]
 Device = Annotated[Literal["cpu", "cuda"] | None, typer.Option(help="Where (default: cuda where there is one).")]
 Seq = Annotated[int | None, typer.Option("--seq", min=1, max=1 << 24, help="Tokens of one sample.")]
-Optimizer = Literal["adamw", "sgd", "sgd-momentum"]
 Dtype = Annotated[str | None, typer.Option(help="fp32 (default), bf16 (with --for), ...")]
 Steps = Annotated[int, typer.Option(min=1, max=1_000_000, help="How many optimizer steps.")]
 Text = Annotated[Path | None, typer.Option(help="Text to train on (default: Python's own help topics).")]

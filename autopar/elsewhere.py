@@ -38,12 +38,13 @@ def on_device(model: ModelFile, device: Device) -> ModelFile:
     kinds = {kind.name: kind for kind in model.model.kinds}
     costs = []
     for cost in model.layers.costs:
-        times = [seconds(cost, kinds[cost.kind], n, model.layers.sequence, machine(device)) for n in cost.samples]
+        kind, sequence = kinds[cost.kind], kinds[cost.kind].tokens or model.layers.sequence
+        times = [seconds(cost, kind, n, sequence, machine(device)) for n in cost.samples]
         forward_s, backward_s = zip(*times, strict=True)
         selective = cost.selective
         if selective is not None:
             # All of a forward runs again but the products with matrices.
-            kept_s, _ = _matrices(cost, kinds[cost.kind], cost.samples[-1], model.layers.sequence, machine(device))
+            kept_s, _ = _matrices(cost, kind, cost.samples[-1], sequence, machine(device))
             selective = replace(selective, share=max(0.0, 1 - kept_s / forward_s[-1]))
         costs.append(replace(cost, forward_s=forward_s, backward_s=backward_s, selective=selective, origin="assumed"))
     layers = replace(model.layers, device=device.kind, device_name=device.name, processes=1, costs=tuple(costs))

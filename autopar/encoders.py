@@ -152,7 +152,7 @@ class ImageEncoder:
         reason = "no vocabulary"
         kinds = (
             LayerKind(name="embed", role="embed", class_name="ViTEmbeddings", parameters=embed, tp_reason=reason),
-            block_kind(self.hidden, self.heads, self.ffn, dtype, "ViTLayer"),
+            block_kind(self.hidden, self.heads, self.ffn, dtype, "ViTLayer", tokens=self.longest),
             LayerKind(
                 name="head",
                 role="head",
@@ -201,8 +201,11 @@ def classifier_count(kind: LayerKind, tokens: float, hidden: int, classes: int) 
     )
 
 
-def block_kind(hidden: int, heads: int, ffn: int, dtype: str, class_name: str) -> LayerKind:
-    """A block of biased attention over all tokens and a biased MLP with GELU, each with a LayerNorm."""
+def block_kind(hidden: int, heads: int, ffn: int, dtype: str, class_name: str, *, tokens: int = 0) -> LayerKind:
+    """A block of biased attention over all tokens and a biased MLP with GELU, each with a LayerNorm.
+
+    tokens: as in LayerKind.
+    """
     names = ("query", "key", "value", "output")
     attention = tuple(p for name in names for p in linear(name, hidden, hidden, dtype, True))
     mlp = (*linear("up", hidden, ffn, dtype, True), *linear("down", ffn, hidden, dtype, True))
@@ -216,6 +219,7 @@ def block_kind(hidden: int, heads: int, ffn: int, dtype: str, class_name: str) -
         tp_reason=f"heads {heads}, width {ffn}",
         sequence_norms=True,
         attention=Attention(heads=heads, kv_heads=heads, head_dim=hidden // heads),
+        tokens=tokens,
     )
 
 

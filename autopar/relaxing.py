@@ -141,8 +141,10 @@ def relaxations(
             asked = (model_file, replace(cluster_file, cluster=larger), request)
             yield from _tried(change, asked, stop, note)
 
+    fixed = all(kind.tokens for kind in model_file.model.kinds if kind.role == "block")
+
     def shorter() -> Iterator[Relaxation]:
-        for divisor in (2, 4, 8, 16, 32):
+        for divisor in () if fixed else (2, 4, 8, 16, 32):
             sequence = request.sequence // divisor
             if sequence:
                 asked = (_shortened(model_file, sequence), cluster_file, replace(request, sequence=sequence))
@@ -237,7 +239,8 @@ def _rounded_up(size_bytes: int) -> tuple[int, str]:
 def _shortened(model_file: ModelFile, sequence: int) -> ModelFile:
     """The profile at a shorter sequence: seconds and activations in proportion to the tokens, parameters as they are.
 
-    Attention falls faster than that, so that the real step is shorter and the real peak no higher.
+    Layers whose tokens the model fixes stay. Attention falls faster than that, so that the real step is shorter and
+    the real peak no higher.
     """
     ratio = sequence / model_file.layers.sequence
 
@@ -271,5 +274,6 @@ def _shortened(model_file: ModelFile, sequence: int) -> ModelFile:
         )
 
     layers = model_file.layers
-    costs = tuple(shortened(cost) for cost in layers.costs)
+    fixed = {kind.name for kind in model_file.model.kinds if kind.tokens}
+    costs = tuple(cost if cost.kind in fixed else shortened(cost) for cost in layers.costs)
     return replace(model_file, layers=replace(layers, sequence=sequence, costs=costs))

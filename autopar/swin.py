@@ -117,6 +117,7 @@ class WindowEncoder:
                 parameters=parameters,
                 tp_degrees=common_degrees(heads, MLP_RATIO * h),
                 tp_reason=f"heads {heads}, width {MLP_RATIO * h}",
+                tokens=self.side(stage) ** 2,
             )
             for name, parameters in [(f"stage{stage}", own)] + [(f"stage{stage}-merge", (*own, *merge))] * merges
         ]

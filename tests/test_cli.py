@@ -138,6 +138,12 @@ def test_a_search_writes_a_plan_and_shows_it(folder: Path) -> None:
     assert "search: done in" in done.stderr
 
 
+def test_a_search_takes_an_optimizer_in_host_memory(folder: Path) -> None:
+    done = autopar((*SEARCH, "16", "--optimizer", "adamw-offloaded"), folder)
+    assert done.returncode == 0, done.stderr
+    assert Plan.load(folder / "out.json").request.optimizer == "adamw-offloaded"
+
+
 def test_the_same_search_prints_the_same_bytes_as_json(folder: Path) -> None:
     one, other = (autopar((*SEARCH, "16", "--json"), folder).stdout for _ in range(2))
     assert one == other == (folder / "out.json").read_text()

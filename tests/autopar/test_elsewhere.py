@@ -44,6 +44,17 @@ def test_experts_cost_what_their_tokens_cost() -> None:
             assert cost.backward_s == pytest.approx(expected.backward_s, rel=0.06)
 
 
+def test_the_tokens_of_an_image_are_those_of_the_model_whatever_the_sequence() -> None:
+    device = shipped.devices()["a100-80g"]
+    judge = slowed(shipped.model("vit-large-16", device))
+    other = replace(judge, layers=replace(judge.layers, sequence=2048))
+    for cost, expected in zip(
+        on_device(other, device).layers.costs, on_device(judge, device).layers.costs, strict=True
+    ):
+        if cost.kind == "block":
+            assert (cost.forward_s, cost.backward_s) == (expected.forward_s, expected.backward_s)
+
+
 def test_a_profile_of_here_takes_the_seconds_of_a_shipped_cluster() -> None:
     device = shipped.devices()["h100-80g"]
     model = slowed(shipped.model("llama2-7b", device, sequence=2048))

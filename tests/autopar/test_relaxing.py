@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from autopar import estimating
 from autopar.errors import InfeasibleError
 from autopar.measured import ClusterFile, LayerCost, Line, ModelFile, SelectiveCost
 from autopar.plan import Plan, Prediction
@@ -79,6 +80,25 @@ def test_a_shorter_sequence_has_fewer_bytes_on_every_line() -> None:
             assert (other.fixed, other.per_sample) == (one.fixed, one.per_sample / 2), name
         for name in SELECTIVE_LINES:
             assert getattr(after.selective, name) == replace(line, per_sample=32.0), name
+
+
+def test_a_sequence_that_the_model_fixes_is_not_shortened() -> None:
+    files = estimating.files("vit-base-16", "a100-80g:1x2")
+    request = Request(
+        global_batch=512,
+        sequence=files[0].layers.sequence,
+        dtype="bfloat16",
+        memory_bytes=64 * MIB,
+        num_micro_batches=(1,),
+    )
+    with pytest.raises(InfeasibleError) as caught:
+        search_files(*files, request)
+    changes = [one.change for one in relaxations(caught.value, *files, request)]
+    assert changes
+    assert not [change for change in changes if change.startswith("--seq")]
+    half = _shortened(files[0], 98).layers
+    for before, after in zip(files[0].layers.costs, half.costs, strict=True):
+        assert (before == after) == (before.kind == "block")
 
 
 def _fits(files: tuple[ModelFile, ClusterFile], request: Request) -> bool:
