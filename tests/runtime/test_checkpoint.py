@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 Ranks = Callable[..., list[Any]]
+Saved = Callable[[str], tuple[Path, list[dict[str, Any]]]]
 
 TIED = (
     "GPT2Config(n_embd=32, n_layer=4, n_head=4, vocab_size=67, n_positions=64, tie_word_embeddings=True, "
@@ -52,43 +53,53 @@ def save(name: str, plans: dict[str, Any], ranks: Ranks, folder: Path) -> list[d
     )
 
 
-def check_pairs(
-    readers: list[str], writers: list[str], plans: dict[str, Any], ranks: Ranks, folder: Path, tolerance: float
-) -> float:
-    """Each writer saves once, each reader reads all; the largest relative difference of a loss."""
-    written = {name: save(name, plans, ranks, folder / name) for name in sorted(writers, key=lambda n: plans[n][0])}
+@pytest.fixture(scope="module")
+def saved(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """The checkpoint of a plan, written once for all readers, and what its ranks said of it."""
+
+    @cache
+    def folder_of(name: str) -> tuple[Path, list[dict[str, Any]]]:
+        folder = tmp_path_factory.mktemp("checkpoints") / "checkpoint"
+        found = save(name, {**PLANS, **HALF}, ranks, folder)
+        assert [path.name for path in folder.parent.iterdir()] == ["checkpoint"]
+        return folder, found
+
+    return folder_of
+
+
+def check_reader(reader: str, writers: Iterable[str], ranks: Ranks, saved: Saved, tolerance: float) -> None:
+    """One plan reads what each of the others saved: every bit of it, and the losses of the next steps."""
+    size, strategies, shape = {**PLANS, **HALF}[reader]
+    written = {name: saved(name) for name in writers}
+    folders = [str(folder) for folder, _ in written.values()]
+    results = ranks("saving_jobs:resume_each", size, source=TIED, folders=folders, strategies=strategies, **shape)
     worst = 0.0
-    for reader in sorted(readers, key=lambda n: plans[n][0]):
-        size, strategies, shape = plans[reader]
-        folders = [str(folder / name) for name in writers]
-        results = ranks("saving_jobs:resume_each", size, source=TIED, folders=folders, strategies=strategies, **shape)
-        for number, writer in enumerate(writers):
-            found = [result[number] for result in results]
-            # Every bit of every parameter and state, whoever holds it.
-            assert marks_of(found) == marks_of(written[writer]), (writer, reader)
-            for one in found:
-                assert one["losses"] == pytest.approx(written[writer][0]["losses"], rel=tolerance), (writer, reader)
-                pairs = zip(one["losses"], written[writer][0]["losses"], strict=True)
-                worst = max(worst, *(abs(a / b - 1) for a, b in pairs))
-    assert [name for name in os.listdir(folder) if name.startswith(".")] == []
-    return worst
+    for number, (writer, (_, before)) in enumerate(written.items()):
+        found = [result[number] for result in results]
+        # Every bit of every parameter and state, whoever holds it.
+        assert marks_of(found) == marks_of(before), (writer, reader)
+        for one in found:
+            assert one["losses"] == pytest.approx(before[0]["losses"], rel=tolerance), (writer, reader)
+            worst = max(worst, *(abs(a / b - 1) for a, b in zip(one["losses"], before[0]["losses"], strict=True)))
+    print(f"{reader} after {len(folders)} others: losses differ by {worst:.1e} at most")
 
 
-def test_another_plan_goes_on_where_the_first_stopped(ranks: Ranks, tmp_path: Path) -> None:
-    check_pairs(["vocabulary", "sharded"], ["stages"], PLANS, ranks, tmp_path, 1e-6)
+@pytest.mark.parametrize("reader", ["vocabulary", "sharded"])
+def test_another_plan_goes_on_where_the_first_stopped(reader: str, ranks: Ranks, saved: Saved) -> None:
+    check_reader(reader, ["stages"], ranks, saved, 1e-6)
 
 
 @pytest.mark.slow
-def test_every_plan_reads_every_other(ranks: Ranks, tmp_path: Path) -> None:
-    worst = check_pairs(list(PLANS), list(PLANS), PLANS, ranks, tmp_path, 1e-6)
-    print(f"{len(PLANS)} x {len(PLANS)} plans, losses differ by {worst:.1e} at most")
+@pytest.mark.parametrize("reader", PLANS)
+def test_every_plan_reads_every_other(reader: str, ranks: Ranks, saved: Saved) -> None:
+    check_reader(reader, PLANS, ranks, saved, 1e-6)
 
 
 @pytest.mark.slow
-def test_masters_of_mixed_precision_go_from_plan_to_plan(ranks: Ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize("reader", HALF)
+def test_masters_of_mixed_precision_go_from_plan_to_plan(reader: str, ranks: Ranks, saved: Saved) -> None:
     # The forward is rounded to 8 bits, by each plan at other places.
-    worst = check_pairs(list(HALF), list(HALF), HALF, ranks, tmp_path, 1e-2)
-    print(f"{len(HALF)} x {len(HALF)} plans in bfloat16, losses differ by {worst:.1e} at most")
+    check_reader(reader, HALF, ranks, saved, 1e-2)
 
 
 def test_an_interrupted_save_leaves_the_previous_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
