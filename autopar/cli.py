@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Annotated, Literal, NoReturn, cast
+from typing import Annotated, Literal, NoReturn, cast
 
 import typer
 
 from autopar.errors import AutoparError
 from autopar.formats import check_writable
 from autopar.interrupts import INTERRUPTED, interrupt_stops, leave_at_once, step
-from autopar.options import batches, schedules, settings, usage_error
+from autopar.options import (
+    Json,
+    Nproc,
+    Out,
+    PlanFile,
+    Seq,
+    Settings,
+    Steps,
+    Text,
+    answer,
+    batches,
+    schedules,
+    settings,
+    shown,
+    usage_error,
+)
+from autopar.profile_command import profile_app
 from autopar.request import Optimizer, Schedule
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 _CLICK_ERROR: type[Exception] = next(k for k in typer.BadParameter.__mro__ if k.__name__ == "ClickException")
 
@@ -32,19 +43,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-profile_app = typer.Typer(help="Measure this machine, or a model on it.", rich_markup_mode=None)
 app.add_typer(profile_app, name="profile")
-
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object for machines.")]
-Out = Annotated[Path, typer.Option("--output", "-o", help="The file to write.")]
-Nproc = Annotated[int | None, typer.Option(min=1, max=256, help="How many local processes (default: GPUs, or 4).")]
-Device = Annotated[Literal["cpu", "cuda"] | None, typer.Option(help="Where (default: cuda where there is one).")]
-Seq = Annotated[int | None, typer.Option("--seq", min=1, max=1 << 24, help="Tokens of one sample.")]
-Dtype = Annotated[str | None, typer.Option(help="fp32 (default), bf16 (with --for), ...")]
-Steps = Annotated[int, typer.Option(min=1, max=1_000_000, help="How many optimizer steps.")]
-Text = Annotated[Path | None, typer.Option(help="Text to train on (default: Python's own help topics).")]
-Settings = Annotated[list[str] | None, typer.Option("--set", metavar="K=V", help="A setting of MODEL.")]
-PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan.json.")]
 
 
 def _version(wanted: bool) -> None:
@@ -60,70 +59,6 @@ def _root(
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
 ) -> None:
     """Options that stand before the command."""
-
-
-@profile_app.command("cluster")
-def profile_cluster(
-    output: Out = Path("cluster.json"), device: Device = None, nproc: Nproc = None, json: Json = False
-) -> None:
-    """Measure the links, the memory and the versions of this machine."""
-    from autopar.profiler.cluster import Interrupted
-    from autopar.profiler.cluster import profile_cluster as measure
-    from autopar.report import cluster_table
-
-    check_writable(output)
-    try:
-        with step("profile cluster") as report:
-            found = measure(device=device, nproc=nproc, progress=report)
-    except Interrupted as interrupt:
-        if interrupt.partial is not None:
-            interrupt.partial.save(output)
-            print(f"{output} has the {len(interrupt.partial.links.curves)} finished curves", file=sys.stderr)
-        raise
-    found.save(output)
-    _answer(found.dumps() if json else _shown(cluster_table(found)))
-
-
-@profile_app.command("model")
-def profile_model(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A config class, folder, config.json, or code.py:function.")
-    ],
-    output: Out = Path("model.json"),
-    seq: Annotated[int, typer.Option("--seq", min=1, max=1 << 24, help="Tokens of one sample.")] = 2048,
-    dtype: Dtype = None,
-    set_: Settings = None,
-    device: Device = None,
-    nproc: Nproc = None,
-    for_: Annotated[
-        str | None, typer.Option("--for", metavar="NAME", help="A shipped device (h100-80g): trace here, run nothing.")
-    ] = None,
-    json: Json = False,
-) -> None:
-    """Measure the layers of MODEL: time, parameters, activations, and which tensor-parallel degrees they allow."""
-    check_writable(output)
-    overrides = settings(set_ or ())
-    from autopar.profiler.cluster import default_device, default_nproc
-    from autopar.profiler.models import profile_model as measure
-    from autopar.report import model_table
-    from autopar.runtime.source import canonical_source
-    from autopar.shipped import device_named
-    from autopar.units import dtype_name
-
-    source, name = canonical_source(model, overrides), dtype_name(dtype or ("fp32" if for_ is None else "bf16"))
-    with step("profile model") as report:
-        if for_ is not None:
-            from autopar.profiler.counted import count_model
-
-            target = device_named(for_)
-            found = count_model(source, target, sequence=seq, dtype=name, max_tp=nproc or 8, progress=report)
-        else:
-            where = device or default_device()
-            found = measure(
-                source, sequence=seq, dtype=name, device=where, nproc=nproc or default_nproc(where), progress=report
-            )
-    found.save(output)
-    _answer(found.dumps() if json else _shown(model_table(found)))
 
 
 @app.command()
@@ -201,7 +136,7 @@ def search(
             stop=stopped,
             halted=lambda: stopped() or (deadline is not None and monotonic() >= deadline),
         )
-    _answer(found.plan if json else _shown(*found.parts))
+    answer(found.plan if json else shown(*found.parts))
     if stopped():
         raise KeyboardInterrupt
 
@@ -257,7 +192,7 @@ def estimate(
     found = priced(chosen, model_file, cluster_file)
     if trace is not None:
         write_file(trace, chrome_trace(found, model_file, cluster_file))
-    _answer(found.dumps() if json else _shown(plan_table(found), plan_facts(found)))
+    answer(found.dumps() if json else shown(plan_table(found), plan_facts(found)))
 
 
 @app.command()
@@ -288,7 +223,7 @@ def run(
             progress=report,
         )
     outcome = Outcome(plan=planned, step_s=done.step_s, peak_memory_bytes=done.peak_memory_bytes, losses=done.losses)
-    _answer(outcome.dumps() if json else _shown(*outcome_parts(outcome)))
+    answer(outcome.dumps() if json else shown(*outcome_parts(outcome)))
 
 
 @app.command()
@@ -303,7 +238,7 @@ def calibrate(
     from autopar import calibrating, report
 
     found = calibrating.calibrate_files(cluster, runs, model=model, output=output)
-    _answer(found.dumps() if json else _shown(*report.calibration_parts(found, output)))
+    answer(found.dumps() if json else shown(*report.calibration_parts(found, output)))
 
 
 @app.command()
@@ -333,7 +268,7 @@ def verify(
     )
     with step("verify") as report:
         found = verify_command(wanted, progress=report)
-    _answer(found.json if json else found.words)
+    answer(found.json if json else found.words)
     found.check()
 
 
@@ -350,21 +285,7 @@ def demo(
     from autopar.report import demo_parts
 
     done = run_demo(nproc=nproc, text=text, steps=steps, folder=out, progress=step)
-    _answer(done.outcome.dumps() if json else _shown(*demo_parts(done)))
-
-
-def _answer(text: str) -> None:
-    """Print the result on stdout; inside torchrun only the first rank does."""
-    if os.environ.get("RANK", "0") == "0":
-        print(text.rstrip("\n"), flush=True)
-
-
-def _shown(*parts: RenderableType) -> str:
-    """The parts as text, as wide and coloured as stdout is."""
-    from autopar.report import render
-
-    terminal = sys.stdout.isatty()
-    return render(*parts, width=shutil.get_terminal_size().columns if terminal else None, color=terminal)
+    answer(done.outcome.dumps() if json else shown(*demo_parts(done)))
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

@@ -1,15 +1,33 @@
-"""Options of the command line that are more than one number or name: checked, so that a typo is a usage error."""
+"""What the commands have in common: options, checked so that a typo is a usage error, and the answer on stdout."""
 
 from __future__ import annotations
 
 import ast
+import os
+import shutil
+import sys
 from collections.abc import Sequence
-from typing import get_args
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 import typer
 
 from autopar.errors import UsageError
 from autopar.request import Schedule
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object for machines.")]
+Out = Annotated[Path, typer.Option("--output", "-o", help="The file to write.")]
+Nproc = Annotated[int | None, typer.Option(min=1, max=256, help="How many local processes (default: GPUs, or 4).")]
+Device = Annotated[Literal["cpu", "cuda"] | None, typer.Option(help="Where (default: cuda where there is one).")]
+Seq = Annotated[int | None, typer.Option("--seq", min=1, max=1 << 24, help="Tokens of one sample.")]
+Dtype = Annotated[str | None, typer.Option(help="fp32 (default), bf16 (with --for), ...")]
+Steps = Annotated[int, typer.Option(min=1, max=1_000_000, help="How many optimizer steps.")]
+Text = Annotated[Path | None, typer.Option(help="Text to train on (default: Python's own help topics).")]
+Settings = Annotated[list[str] | None, typer.Option("--set", metavar="K=V", help="A setting of MODEL.")]
+PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan.json.")]
 
 
 def batches(text: str) -> str:
@@ -52,3 +70,17 @@ def usage_error(error: Exception) -> UsageError:
     usage = context.get_usage().removeprefix("Usage: ") if context else "autopar COMMAND"
     what = error.format_message() if hasattr(error, "format_message") else str(error)
     return UsageError(what.rstrip("."), why=f"the usage is {' '.join(usage.split())}", fix=f"see {path} --help")
+
+
+def answer(text: str) -> None:
+    """Print the result on stdout; inside torchrun only the first rank does."""
+    if os.environ.get("RANK", "0") == "0":
+        print(text.rstrip("\n"), flush=True)
+
+
+def shown(*parts: RenderableType) -> str:
+    """The parts as text, as wide and coloured as stdout is."""
+    from autopar.report import render
+
+    terminal = sys.stdout.isatty()
+    return render(*parts, width=shutil.get_terminal_size().columns if terminal else None, color=terminal)
