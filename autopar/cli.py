@@ -73,7 +73,7 @@ def search(
     memory: Annotated[str | None, typer.Option(help="Budget of one rank, e.g. 24GiB (default: all it has).")] = None,
     seq: Seq = None,
     dtype: Annotated[str | None, typer.Option(help="fp32, bf16, ... (default: as profiled).")] = None,
-    optimizer: Annotated[Optimizer, typer.Option(help="What steps the parameters.")] = "adamw",
+    optimizer: Annotated[Optimizer, typer.Option(help="What steps the parameters, and where.")] = "adamw",
     pp: Annotated[list[int] | None, typer.Option(min=1, help="Allow this many stages (repeatable).")] = None,
     micro_batches: Annotated[list[int] | None, typer.Option(min=1, help="Allow this many (repeatable).")] = None,
     micro_batch_size: Annotated[

@@ -22,7 +22,9 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object for ma
 Out = Annotated[Path, typer.Option("--output", "-o", help="The file to write.")]
 Nproc = Annotated[int | None, typer.Option(min=1, max=256, help="How many local processes (default: GPUs, or 4).")]
 Device = Annotated[Literal["cpu", "cuda"] | None, typer.Option(help="Where (default: cuda where there is one).")]
-Seq = Annotated[int | None, typer.Option("--seq", min=1, max=1 << 24, help="Tokens of one sample.")]
+Seq = Annotated[
+    int | None, typer.Option("--seq", min=1, max=1 << 24, help="Tokens of one sample (default: profiled, or 2048).")
+]
 Dtype = Annotated[str | None, typer.Option(help="fp32 (default), bf16 (with --for), ...")]
 Steps = Annotated[int, typer.Option(min=1, max=1_000_000, help="How many optimizer steps.")]
 Text = Annotated[Path | None, typer.Option(help="Text to train on (default: Python's own help topics).")]
