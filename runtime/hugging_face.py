@@ -78,7 +78,7 @@ def trainer_class() -> Any:
 
 def is_config_path(base: str) -> bool:
     """Whether a MODEL is to be read from a file or folder, rather than the name of a config class."""
-    return base.endswith(".json") or Path(base).is_dir()
+    return base.endswith(".json") or os.path.isdir(base)
 
 
 def build_hugging_face(base: str, overrides: dict[str, Any], dtype: torch.dtype, *, stored: bool = True) -> nn.Module:
@@ -270,7 +270,7 @@ def _check_names(kind: Any, overrides: dict[str, Any]) -> None:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    path = path / "config.json" if path.is_dir() else path
+    path = path / "config.json" if os.path.isdir(path) else path
     fix = "give a folder or file of a Hugging Face model with its config.json"
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))

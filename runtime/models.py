@@ -86,8 +86,9 @@ def _no_model(base: str) -> InputError:
     if "(" in base:
         why, fix = "its bracket is not closed", "write for example LlamaConfig(hidden_size=128)"
         return InputError(f"{base!r} is not a MODEL", why=why, fix=fix)
-    if "/" in base or Path(base).exists():
-        why = f"no such file; a MODEL is {FORMS}" if not Path(base).exists() else f"a MODEL is {FORMS}"
+    is_there = os.path.exists(base)
+    if "/" in base or is_there:
+        why = f"a MODEL is {FORMS}" if is_there else f"no such file; a MODEL is {FORMS}"
         return InputError(f"{base} is not a MODEL", why=why, fix="check the path (nothing is downloaded)")
     near = difflib.get_close_matches(f"{base}Config".lower().replace("-", ""), ["llamaconfig", "gpt2config"], n=1)
     hint = {"llamaconfig": "LlamaConfig", "gpt2config": "GPT2Config"}[near[0]] if near else ""

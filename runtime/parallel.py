@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from autopar.errors import InputError
 from autopar.plan import Plan
-from autopar.runtime.batches import example_batch, sequence_length
+from autopar.runtime.batches import example_batch
 from autopar.runtime.groups import RankGroups
 from autopar.runtime.layers import place_layers
 from autopar.runtime.losses import own_loss
@@ -72,7 +72,7 @@ def parallelize(
     layers = place_layers(model, plan, found, described, groups, loss, masters, batch, device)
     if source is not None:
         source.fill(layers.held, fingerprint=plan.model.fingerprint)
-    return ParallelModel(plan, found, groups, layers, probe_tokens=sequence_length(batch))
+    return ParallelModel(plan, found, groups, layers)
 
 
 def _example(model: nn.Module, plan: Plan) -> dict[str, Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from math import isfinite
+from math import isfinite, lcm
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from autopar.runtime.layers import LocalLayers
 from autopar.runtime.losses import loss_of, with_loss
 from autopar.runtime.pipelining import Pipeline
 from autopar.runtime.precision import mixed_dtype
+from autopar.runtime.relayout import refuse_length
 from autopar.runtime.samples import own_samples
 from autopar.runtime.saving import CheckpointWriter
 from autopar.runtime.stage import StageModule
@@ -52,8 +53,6 @@ class ParallelModel(nn.Module):
         found: Probe,
         groups: RankGroups,
         layers: LocalLayers,
-        *,
-        probe_tokens: int | None,
     ) -> None:
         super().__init__()
         self.plan = plan
@@ -61,7 +60,7 @@ class ParallelModel(nn.Module):
         self._stage_numbers = tuple(layers.stages)
         self.held: tuple[HeldParameter, ...] = layers.held
         self._structure, self._groups = found.structure, groups
-        self._hidden_shape, self._probe_tokens = found.hidden_shape, probe_tokens
+        self._hidden_shape, self._probe_tokens = found.hidden_shape, found.tokens
         self._tied_across = plan.num_stages > 1 and found.structure.tied
         self._pipeline_group = groups.pipeline() if plan.pp > 1 else None
         self._pipeline: Pipeline | None = None
@@ -155,6 +154,7 @@ class ParallelModel(nn.Module):
                 fix="use model.train_step(batch)",
             )
         self._refuse_new_parameters()
+        self._refuse_batch(batch)
         self._reduce_in_backward = torch.is_grad_enabled()
         output = self.stage.body(None, **batch)
         mean = loss_of(output)
@@ -172,9 +172,10 @@ class ParallelModel(nn.Module):
         """The global mean loss, on every rank; the gradients are ready for the optimizer.
 
         batch: this rank's samples, `local_batch` of them. Gradients of earlier steps must have been cleared.
-        Raises InputError for a batch of another size, RunError when the loss is not finite or, in the first step,
-        when a trained parameter got no gradient.
+        Raises InputError for a batch of another size or a length that the plan cannot cut, RunError when the loss is
+        not finite or, in the first step, when a trained parameter got no gradient.
         """
+        self._refuse_batch(batch)
         samples = {value.shape[0] for value in batch.values()}
         if samples != {self.local_batch}:
             raise InputError(
@@ -194,6 +195,17 @@ class ParallelModel(nn.Module):
                 micro = {name: value[part * size : (part + 1) * size] for name, value in batch.items()}
                 self.stage(None, **micro).backward()
         return self._finish()
+
+    def _refuse_batch(self, batch: Mapping[str, Any]) -> None:
+        """Raise InputError, on all ranks alike, where their batches differ or have a length that no layer can cut."""
+        self.stage.body.side_inputs.agree_on_batch(batch, self.device)
+        if len(self._structure.starts) == 1:  # otherwise layers have sequences of different lengths
+            refuse_length(self._tokens(batch), lcm(*(s.sequence_pieces for s in self.plan.strategies[1:-1])))
+
+    def _tokens(self, batch: Mapping[str, Any]) -> int:
+        """How long the hidden state of a batch is; not all models' follows the batch."""
+        sequence = sequence_length(batch)
+        return sequence if sequence and self._hidden_shape[0] == self._probe_tokens else self._hidden_shape[0]
 
     def _pipelined(self, batch: Mapping[str, Tensor]) -> None:
         shape = self._boundary_shape(batch)
@@ -225,11 +237,7 @@ class ParallelModel(nn.Module):
 
     def _boundary_shape(self, batch: Mapping[str, Tensor]) -> tuple[int, ...]:
         samples = self.local_batch // self.plan.num_micro_batches
-        tokens, *rest = self._hidden_shape
-        sequence = sequence_length(batch)
-        if tokens == self._probe_tokens and sequence is not None:
-            tokens = sequence
-        return (samples, tokens, *rest)
+        return (samples, self._tokens(batch), *self._hidden_shape[1:])
 
     def _finish(self) -> Tensor:
         """Reduce, check and scale the gradients after the last backward; the global mean loss."""

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from autopar.axes import Layout
+from autopar.errors import InputError
 
 GroupOf = Callable[[str], dist.ProcessGroup]
 """The process group of this rank along one axis."""
@@ -111,8 +112,13 @@ def relayout(x: Tensor, source: Layout, target: Layout, group_of: GroupOf, *, ba
 
     x: samples along `batch_dim`, sequence along the next. Common leading axes stay; the others of `source` are
     gathered, innermost first, then those of `target` cut. Cost: one all-gather per gathered axis forward, one per
-    cut axis backward, and a copy where a sequence is dealt out or put in order again.
+    cut axis backward, and a copy where a sequence is dealt out or put in order again. Raises InputError, before any
+    collective and so on all ranks that have equal shapes, for a sequence that does not divide.
     """
+    if target.sequence:
+        length = x.shape[batch_dim + 1] * prod(dist.get_world_size(group_of(axis)) for axis in source.sequence)
+        pieces = prod(dist.get_world_size(group_of(axis)) for axis in target.sequence)
+        refuse_length(length, 2 * pieces if target.dealt else pieces)
     pairs = ((batch_dim, source.batch, target.batch), (batch_dim + 1, source.sequence, target.sequence))
     kept = source.kept(target)
     for (dim, old, _), keep in zip(pairs, kept, strict=True):
@@ -129,6 +135,16 @@ def relayout(x: Tensor, source: Layout, target: Layout, group_of: GroupOf, *, ba
         for axis in new[keep:]:
             x = _Cut.apply(x, dim, group_of(axis))
     return x
+
+
+def refuse_length(length: int, pieces: int) -> None:
+    """Raise InputError for a sequence that does not fall into so many equal pieces."""
+    if length % pieces:
+        raise InputError(
+            f"the sequence of the batch is {length} long, which the plan cannot cut",
+            why=f"its layers cut the sequence into {pieces} equal pieces",
+            fix=f"pad every batch to a multiple of {pieces}: the next length is {-(-length // pieces) * pieces}",
+        )
 
 
 @lru_cache(maxsize=64)

@@ -2,8 +2,8 @@
 
 Such inputs come from the model's own forward on each rank's own samples. A model may leave one out, or make one, as
 its batch says (an attention mask), which is seen once by running small batches with what the model can take. All
-ranks of a stage must then do the same: models that drop a mask where nothing is padded are told to keep it, and the
-ranks compare what they have before the first collective that depends on it.
+ranks of a stage must then do the same: they compare their batches once a step, models that drop a mask where nothing
+is padded are told to keep it, and the ranks compare what they have before the first collective that depends on it.
 """
 
 from __future__ import annotations
@@ -82,8 +82,9 @@ class SideInputs:
         self._now, self._agreed = (self.always, *self._forms_with(MASK)), not unusual
         for name in unusual:
             self._refuse_unknown(name)
-            for check in self.checks.pop(name, ()):
+            for check in self.checks.get(name, ()):
                 check()
+            self.checks.pop(name, None)
             self._now += self._forms_with(name)
         self._samples = next((x.shape[0] for x in batch.values()), 0)
         try:
@@ -122,20 +123,31 @@ class SideInputs:
         self._agreed = True
         keys: list[Key] = [hidden, *(key for key, _ in self._inputs(number))]
         mine = {str(key): _shape(argument(args, kwargs, key)) for key in keys}
+        self._compare(mine, "inputs of their blocks", argument(args, kwargs, hidden).device)
+
+    def agree_on_batch(self, batch: Mapping[str, Any], device: torch.device) -> None:
+        """Raise InputError, on all ranks of the stage alike, when their batches differ in entries or shapes.
+
+        Once a step, before all else. Cost: an all-reduce of 16 bytes where samples move between ranks, else nothing.
+        """
+        if self.group is not None:
+            self._compare({name: _shape(batch[name]) for name in sorted(batch)}, "batches", device)
+
+    def _compare(self, mine: Mapping[str, Any], what: str, device: torch.device) -> None:
         code = zlib.crc32(repr(mine).encode())
-        device = argument(args, kwargs, hidden).device
         ends = torch.tensor([code, -code], dtype=torch.int64, device=device)
         dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=self.group)
         if not has_numbers(ends) or int(ends[0]) == -int(ends[1]):
             return
         all_of_them: list[Any] = [None] * dist.get_world_size(self.group)
         dist.all_gather_object(all_of_them, mine, group=self.group)
-        name = next(name for name in mine if len({repr(one.get(name)) for one in all_of_them}) > 1)
+        names = sorted(set().union(*all_of_them))
+        name = next(name for name in names if len({repr(one.get(name)) for one in all_of_them}) > 1)
         seen = "; ".join(f"rank {rank}: {one.get(name)}" for rank, one in enumerate(all_of_them[:4]))
         raise InputError(
-            f"the ranks of a stage have different inputs of their blocks (argument {name})",
+            f"the ranks of a stage have different {what} ({name})",
             why=f"samples move between ranks, and they do not go together ({seen})",
-            fix="pad all samples of a step to one length, and make a mask where nothing is padded, too",
+            fix="give all ranks as many samples, padded to one length, and a mask also where nothing is padded",
         )
 
     def laid_out(

@@ -11,9 +11,9 @@ A MODEL string is one of, each with optional overrides in brackets (keyword lite
 from __future__ import annotations
 
 import ast
+import os
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from autopar.errors import InputError
@@ -30,7 +30,7 @@ _CALL = re.compile(r"(?P<base>.+?)\s*(?P<arguments>\(.*\))", re.DOTALL)
 def parse_source(text: str) -> tuple[str, dict[str, Any]]:
     """The part of a MODEL string before its brackets, and the overrides in them; InputError for anything else."""
     text = text.strip()
-    match = None if _exists(text) else _CALL.fullmatch(text)
+    match = None if os.path.exists(text) else _CALL.fullmatch(text)
     if match is None:
         if not text:
             raise InputError("the MODEL is empty", why=f"it is {FORMS}", fix="name a model")
@@ -52,13 +52,6 @@ def parse_source(text: str) -> tuple[str, dict[str, Any]]:
             why = f"the value of {keyword.arg} is not a literal (a number, string, list, True, None, ...)"
             raise InputError(f"{text!r} is not a MODEL", why=why, fix=fix) from None
     return match["base"], overrides
-
-
-def _exists(text: str) -> bool:
-    try:
-        return Path(text).exists()
-    except OSError:  # longer than any name of a file
-        return False
 
 
 def canonical_source(text: str, overrides: Mapping[str, Any] | None = None) -> str:

@@ -75,11 +75,14 @@ class Trainer(_Base):
         """The batch; where ranks share samples, padded to the longest one of theirs that the plan can cut."""
         inputs = super()._prepare_inputs(inputs)
         group = self.model.stage.body.side_inputs.group
-        if group is None or MASK not in inputs or inputs[MASK].dim() != 2:
+        if group is None:
             return inputs
-        tokens = inputs[MASK].shape[1]
-        longest = torch.tensor(tokens, device=inputs[MASK].device)
+        padded = MASK in inputs and inputs[MASK].dim() == 2
+        tokens = inputs[MASK].shape[1] if padded else 0
+        longest = torch.tensor(tokens, device=self.model.device)  # also without a mask: other ranks may have one
         dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=group)
+        if not padded:
+            return inputs
         pieces = lcm(*(strategy.sequence_pieces for strategy in self.model.plan.strategies))
         more = -(-int(longest) // pieces) * pieces - tokens
         fill = {"input_ids": getattr(self.model.config, "pad_token_id", None) or 0, "labels": IGNORED_LABEL}

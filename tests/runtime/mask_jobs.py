@@ -15,7 +15,7 @@ from autopar.runtime.batches import example_batch, labels_of
 from autopar.runtime.parallel import ParallelModel
 from autopar.runtime.tensor_parallel import sequence
 from autopar.runtime.verify import compare
-from tests.runtime.rank_jobs import make_plan
+from tests.runtime.rank_jobs import make_plan, own_only
 
 
 def kept_places(kind: str, samples: int, tokens: int, seed: int = 0) -> Tensor:
@@ -76,16 +76,6 @@ def padded_equals_one_process(
             setattr(*one)
 
 
-def _own_only(relayout: Any) -> Any:
-    """Masks stay those of this rank's samples, repeated."""
-
-    def wrong(value: Tensor, *layouts: Any, batch_dim: int) -> Tensor:
-        ranks = relayout(value, *layouts, batch_dim=batch_dim).shape[batch_dim] // value.shape[batch_dim]
-        return torch.cat([value] * ranks, batch_dim)
-
-    return wrong
-
-
 def _own_places(places: Any) -> Any:
     """Queries take the rows of a mask as if their part were the whole sequence."""
 
@@ -107,7 +97,7 @@ def _other_columns(places: Any) -> Any:
 
 
 _PLANTS: dict[str, tuple[Any, str, Any]] = {
-    "own samples": (autopar.runtime.side_inputs, "relayout", _own_only),
+    "own samples": (autopar.runtime.side_inputs, "relayout", own_only),
     "own places": (sequence.SequenceTeams, "places", _own_places),
     "other columns": (sequence.SequenceTeams, "places", _other_columns),
 }

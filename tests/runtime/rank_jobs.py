@@ -133,15 +133,18 @@ def _swapped_rows(parallel: ParallelModel) -> None:
     entry.parameter.data.copy_(torch.cat([k, q, v], dim=-1))
 
 
-def _local_mask(parallel: ParallelModel) -> None:
+def own_only(relayout: Any) -> Any:
     """Side inputs stay what this rank has of them, repeated to the size of the samples that it now holds."""
-    real = autopar.runtime.side_inputs.relayout
 
     def wrong(value: torch.Tensor, *layouts: Any, batch_dim: int) -> torch.Tensor:
-        ranks = real(value, *layouts, batch_dim=batch_dim).shape[batch_dim] // value.shape[batch_dim]
+        ranks = relayout(value, *layouts, batch_dim=batch_dim).shape[batch_dim] // value.shape[batch_dim]
         return torch.cat([value] * ranks, batch_dim)
 
-    _patch(autopar.runtime.side_inputs, "relayout", wrong)
+    return wrong
+
+
+def _local_mask(parallel: ParallelModel) -> None:
+    _patch(autopar.runtime.side_inputs, "relayout", own_only(autopar.runtime.side_inputs.relayout))
 
 
 def _mean_of_means(parallel: ParallelModel) -> None:

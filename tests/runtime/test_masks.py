@@ -27,6 +27,12 @@ TWO_BY_TWO = ["dp4", "tp2-cp2", "sp2-cp2", "cp4", "dp2-tp2s", "dp4"]
 STAGES = {"pp": 2, "layers_per_stage": [3, 3], "micro_batches": 2}
 
 CASES: dict[str, tuple[str, list[str], int, dict[str, Any]]] = {
+    "rows of nothing but padding": (
+        ATTENDING.replace("4", "3"),
+        ["dp2", "tp2", "sp2-r", "cp2", "dp2"],
+        2,
+        {"kinds": ["left", "rows"]},
+    ),
     "a mask of one's own": (ATTENDING, ["dp2", "tp2", "sp2", "cp2", "dp2-z3", "dp2"], 2, {"kinds": EVERY}),
     "dropped where nothing is padded": (
         GPT2.format(layers=3),
@@ -72,7 +78,7 @@ CASES: dict[str, tuple[str, list[str], int, dict[str, Any]]] = {
         {**STAGES, "layers_per_stage": [2, 1, 1, 2], "micro_batches": 4, "schedule": "zbv", "kinds": ["one", "left"]},
     ),
 }
-QUICK = tuple(CASES)[:2]
+QUICK = ("rows of nothing but padding", "dropped where nothing is padded")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in CASES])
@@ -85,7 +91,11 @@ def test_padding_equals_one_process(name: str, ranks: Ranks) -> None:
 
 @pytest.mark.parametrize(
     ("plant", "source"),
-    [("own samples", ATTENDING), ("other columns", ATTENDING), ("own places", GPT2.format(layers=4))],
+    [
+        ("own samples", ATTENDING),
+        ("other columns", ATTENDING),
+        pytest.param("own places", GPT2.format(layers=4), marks=pytest.mark.slow),
+    ],
 )
 def test_a_mask_taken_wrongly_is_caught(plant: str, source: str, ranks: Ranks) -> None:
     job = {"source": source, "strategies": ["dp2", "tp2", "cp2", "dp2", "dp2", "dp2"], "kinds": ["left"]}

@@ -29,6 +29,7 @@ PLAIN = "examples/gpt.py:build(width=32, heads=4, blocks=2, vocab=67, context=16
 STAGES = {"pp": 2, "layers_per_stage": [2, 2], "micro_batches": 2}
 
 PLANS: dict[str, tuple[str, list[str], int, dict[str, Any]]] = {
+    "on two ranks": (PLAIN, ["dp2", "sp2", "cp2-r", "dp2"], 2, {"micro_batches": 2}),
     "sharded, and beside tensor parallelism": (GPT2, ["dp2-tp2", "dp2-z3-sp2", "tp2-cp2", "dp2-tp2"], 4, {}),
     "keys and values gathered": (
         LLAMA.format(heads=4, kv=2),
@@ -81,17 +82,18 @@ def test_an_exchange_is_the_whole_cut_otherwise(ranks: Ranks) -> None:
 @pytest.mark.parametrize(
     ("fault", "strategy"),
     [
-        ("own part only", "dp2-sp2"),
-        pytest.param("wrong order", "dp2-sp2", marks=pytest.mark.slow),
-        ("later parts as own", "dp2-cp2"),
+        ("own part only", "sp2"),
+        pytest.param("wrong order", "sp2", marks=pytest.mark.slow),
+        ("later parts as own", "cp2"),
     ],
 )
 def test_a_wrong_exchange_is_caught(fault: str, strategy: str, ranks: Ranks) -> None:
-    arguments = {"source": PLAIN, "strategies": ["dp4", strategy, "dp4", "dp4"], "fault": fault}
-    for found in ranks("sequence_jobs:faulty", 4, **arguments):
+    arguments = {"source": PLAIN, "strategies": ["dp2", strategy, "dp2", "dp2"], "fault": fault}
+    for found in ranks("sequence_jobs:faulty", 2, **arguments):
         assert "RunError: the sequence-parallel plan of Block is wrong at" in found
 
 
+@pytest.mark.slow
 def test_rotary_places_in_one_piece_are_caught(ranks: Ranks) -> None:
     arguments = {"source": LLAMA4, "strategies": ["dp2", "cp2", *["dp2"] * 4], "fault": "places in one piece"}
     for found in ranks("sequence_jobs:faulty", 2, **arguments):
@@ -122,13 +124,14 @@ def test_later_parts_taken_for_own_are_seen(ranks: Ranks) -> None:
 
 
 AROUND = {
+    "on two ranks": (PLAIN, ["dp2", "cp2", "cp2-r", "dp2"], 2),
     "rotary": (LLAMA.format(heads=4, kv=2), ["dp2", "cp2", "dp2-z3", "cp2-r", "dp2", "dp2"], 2),
     "in the ring of four": (LLAMA4, ["dp4", "cp4", "dp2-z2-cp2", "tp2-cp2", "sp2-cp2", "dp4"], 4),
     "of both ends": (GPT2, ["dp4", "dp2-cp2", "cp4", "dp4"], 4),
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "rotary")) for n in AROUND])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "on two ranks")) for n in AROUND])
 def test_around_the_ring_equals_one_process(name: str, ranks: Ranks) -> None:
     source, strategies, size = AROUND[name]
     job = {"source": source, "strategies": strategies, "sequence": 16, "micro_batches": 2}
@@ -137,8 +140,8 @@ def test_around_the_ring_equals_one_process(name: str, ranks: Ranks) -> None:
 
 
 def test_a_gradient_that_is_not_summed_over_the_sequence_is_caught(ranks: Ranks) -> None:
-    arguments = {"source": PLAIN, "strategies": ["dp4", "dp2-sp2", "dp4", "dp4"]}
-    for found in ranks("compare_with_one_process", 4, plant="forgotten axis", steps=1, **arguments):
+    arguments = {"source": PLAIN, "strategies": ["dp2", "sp2", "dp2", "dp2"]}
+    for found in ranks("compare_with_one_process", 2, plant="forgotten axis", steps=1, **arguments):
         assert not found["agrees"]
         assert found["layer"] == "0"
 
