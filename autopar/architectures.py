@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from autopar import roofline
 from autopar.axes import divisors
-from autopar.counts import SAMPLES, WORD_DEGREES, calls
+from autopar.counts import SAMPLES, WORD_DEGREES, calls, linear
 from autopar.measured import LayerCost, LayerProfile, Line
 from autopar.model import Attention, LayerKind, ModelSpec, Parameter
 from autopar.units import DTYPE_BYTES
@@ -117,11 +117,6 @@ def model_spec(arch: Architecture, *, dtype: str) -> ModelSpec:
     )
 
 
-def _linear(name: str, inputs: int, outputs: int, dtype: str, bias: bool) -> tuple[Parameter, ...]:
-    weight = Parameter(name=f"{name}.weight", shape=(outputs, inputs), dtype=dtype)
-    return (weight, Parameter(name=f"{name}.bias", shape=(outputs,), dtype=dtype)) if bias else (weight,)
-
-
 def _norm(name: str, arch: Architecture, dtype: str) -> tuple[Parameter, ...]:
     names = (f"{name}.weight", f"{name}.bias") if arch.biased else (f"{name}.weight",)
     return tuple(Parameter(name=each, shape=(arch.hidden,), dtype=dtype) for each in names)
@@ -137,7 +132,7 @@ def _block(arch: Architecture, dtype: str) -> tuple[Parameter, ...]:
     projections = tuple(
         p
         for n, i, o in matrices
-        for p in _linear(n, i, o, dtype, arch.biased or (arch.attention_biased and n in incoming))
+        for p in linear(n, i, o, dtype, arch.biased or (arch.attention_biased and n in incoming))
     )
     return (*_norm("attention_norm", arch, dtype), *projections, *_norm("mlp_norm", arch, dtype))
 
@@ -150,7 +145,7 @@ def _embed(arch: Architecture, dtype: str) -> tuple[Parameter, ...]:
 
 
 def _head(arch: Architecture, dtype: str) -> tuple[Parameter, ...]:
-    return (*_norm("norm", arch, dtype), *_linear("logits", arch.hidden, arch.vocab, dtype, False))
+    return (*_norm("norm", arch, dtype), *linear("logits", arch.hidden, arch.vocab, dtype, False))
 
 
 def layer_profile(

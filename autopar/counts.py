@@ -161,17 +161,7 @@ def _seconds(count: LayerCount, samples: int, tp: int, machine: roofline.Machine
     products_s = forward_s = backward_s = 0.0
     for p in count.products:
         inner, outer = p.inner / (tp if p.cut == "inner" else 1), p.outer / (tp if p.cut == "outer" else 1)
-        products_s += p.times * float(
-            roofline.product_s(
-                p.rows * samples,
-                inner,
-                outer,
-                flops_per_s=machine.product_flops_per_s * machine.product_share,
-                edge=machine.product_edge,
-                row_edge=machine.row_edge,
-                misaligned=machine.misaligned,
-            )
-        )
+        products_s += p.times * float(roofline.machine_product_s(machine, p.rows * samples, inner, outer))
     for c in count.cores:
         pairs = samples * c.windows * c.queries * c.keys * c.heads / tp
         fused, plain = roofline.core_s(
@@ -209,6 +199,20 @@ def calls(regions: Sequence[tuple[float, float]], norms: bool) -> tuple[TensorPa
             size = Line(fixed=0.0, per_sample=forward_bytes if norms or phase == "forward" else backward_bytes)
             found += [TensorParallelCall(collective=name, phase=phase, size_bytes=size) for name in pair]
     return tuple(found)
+
+
+def word_kind(
+    role: Literal["embed", "head"], class_name: str, parameters: tuple[Parameter, ...], vocab: int
+) -> LayerKind:
+    """The embedding or head of so many words, which any number of ranks may share."""
+    return LayerKind(
+        name=role,
+        role=role,
+        class_name=class_name,
+        parameters=parameters,
+        tp_degrees=WORD_DEGREES,
+        tp_reason=f"vocabulary {vocab}",
+    )
 
 
 def word_head(

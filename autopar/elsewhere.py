@@ -60,7 +60,7 @@ def _matrices(
         if len(parameter.shape) == 2:
             n, k = parameter.shape
             products_flops += 2 * tokens * n * k / cost.tp
-            products_s += _product_s(rates, tokens, k, n / cost.tp)
+            products_s += float(roofline.machine_product_s(rates, tokens, k, n / cost.tp))
     return products_s, products_flops
 
 
@@ -90,7 +90,9 @@ def seconds(
         expert_flops = max(0.0, flops - products_flops - core)
         rows = expert_flops / sum(2 * e * n * k / cost.tp for e, n, k in experts)
         products_flops += expert_flops
-        products_s += sum(e * _product_s(rates, max(rows, 1.0), k, n / cost.tp) for e, n, k in experts)
+        products_s += sum(
+            e * float(roofline.machine_product_s(rates, max(rows, 1.0), k, n / cost.tp)) for e, n, k in experts
+        )
     if products_flops > flops:
         products_s, products_flops = products_s * flops / products_flops, flops
     rest_flops = flops - products_flops
@@ -105,17 +107,3 @@ def seconds(
     forward_s = roofline.smooth_max(products_s + attention_s + streams_s, launch_s)
     backward_s = rates.backward_ratio * products_s + 2.5 * attention_s + 1.5 * streams_s
     return float(forward_s), float(roofline.smooth_max(backward_s, 1.6 * launch_s))
-
-
-def _product_s(rates: roofline.Machine, rows: float, inner: float, outer: float) -> float:
-    return float(
-        roofline.product_s(
-            rows,
-            inner,
-            outer,
-            flops_per_s=rates.product_flops_per_s * rates.product_share,
-            edge=rates.product_edge,
-            row_edge=rates.row_edge,
-            misaligned=rates.misaligned,
-        )
-    )

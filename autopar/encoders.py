@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from autopar import roofline
 from autopar.counts import (
-    WORD_DEGREES,
     Core,
     LayerCount,
     Moment,
@@ -24,6 +23,7 @@ from autopar.counts import (
     profile,
     vector,
     word_head,
+    word_kind,
 )
 from autopar.measured import LayerProfile
 from autopar.model import Attention, LayerKind, ModelSpec, Parameter
@@ -63,23 +63,9 @@ class WordEncoder:
             *linear("logits", h, self.vocab, dtype, True),
         )
         kinds = (
-            LayerKind(
-                name="embed",
-                role="embed",
-                class_name="BertEmbeddings",
-                parameters=(*embed, *layer_norm("norm", h, dtype)),
-                tp_degrees=WORD_DEGREES,
-                tp_reason=f"vocabulary {self.vocab}",
-            ),
+            word_kind("embed", "BertEmbeddings", (*embed, *layer_norm("norm", h, dtype)), self.vocab),
             block_kind(self.hidden, self.heads, self.ffn, dtype, "BertLayer"),
-            LayerKind(
-                name="head",
-                role="head",
-                class_name="BertOnlyMLMHead",
-                parameters=head,
-                tp_degrees=WORD_DEGREES,
-                tp_reason=f"vocabulary {self.vocab}",
-            ),
+            word_kind("head", "BertOnlyMLMHead", head, self.vocab),
         )
         return chain(self.name, kinds, _layers(self.layers), tied=True, hidden=h, vocab=self.vocab)
 
@@ -223,18 +209,23 @@ def block_kind(hidden: int, heads: int, ffn: int, dtype: str, class_name: str, *
     )
 
 
+def block_products(tokens: float, hidden: int, ffn: int) -> tuple[Product, ...]:
+    """Query, key and value, output, up and down over so many tokens."""
+    return (
+        Product(rows=tokens, inner=hidden, outer=hidden, cut="outer", times=3),
+        Product(rows=tokens, inner=hidden, outer=hidden, cut="inner"),
+        Product(rows=tokens, inner=hidden, outer=ffn, cut="outer"),
+        Product(rows=tokens, inner=ffn, outer=hidden, cut="inner"),
+    )
+
+
 def block_count(kind: LayerKind, tokens: float, hidden: int, heads: int, ffn: int) -> LayerCount:
     """The block of `block_kind` over so many tokens."""
     n, h = tokens, hidden
     kept = Moment(whole=n * (8 * h + 8), cut=n * (8 * h + 4 * ffn + 4 * heads))
     return LayerCount(
         kind=kind,
-        products=(
-            Product(rows=n, inner=h, outer=h, cut="outer", times=3),
-            Product(rows=n, inner=h, outer=h, cut="inner"),
-            Product(rows=n, inner=h, outer=ffn, cut="outer"),
-            Product(rows=n, inner=ffn, outer=h, cut="inner"),
-        ),
+        products=block_products(n, h, ffn),
         cores=(Core(queries=n, keys=n, heads=heads, head_dim=h // heads),),
         input_bytes=2 * n * h,
         output_bytes=2 * n * h,

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 
 from autopar import roofline
 from autopar.counts import (
-    WORD_DEGREES,
     Core,
     LayerCount,
     Moment,
@@ -28,6 +27,7 @@ from autopar.counts import (
     profile,
     vector,
     word_head,
+    word_kind,
 )
 from autopar.measured import LayerProfile
 from autopar.model import Attention, LayerKind, ModelSpec, Parameter
@@ -73,16 +73,8 @@ class Mixture:
             Parameter(name="experts.gate_up", shape=(e, 2 * self.ffn, h), dtype=dtype),
             Parameter(name="experts.down", shape=(e, h, self.ffn), dtype=dtype),
         )
-        reason = f"vocabulary {self.vocab}"
         kinds = (
-            LayerKind(
-                name="embed",
-                role="embed",
-                class_name="Embedding",
-                parameters=(Parameter(name="tokens.weight", shape=(self.vocab, h), dtype=dtype),),
-                tp_degrees=WORD_DEGREES,
-                tp_reason=reason,
-            ),
+            word_kind("embed", "Embedding", linear("tokens", h, self.vocab, dtype), self.vocab),
             LayerKind(
                 name="block",
                 role="block",
@@ -94,13 +86,8 @@ class Mixture:
                 attention=Attention(heads=self.heads, kv_heads=self.kv_heads, head_dim=width),
                 sequence_reason="tokens are sorted by expert",
             ),
-            LayerKind(
-                name="head",
-                role="head",
-                class_name="Head",
-                parameters=(vector("norm.weight", h, dtype), *linear("logits", h, self.vocab, dtype)),
-                tp_degrees=WORD_DEGREES,
-                tp_reason=reason,
+            word_kind(
+                "head", "Head", (vector("norm.weight", h, dtype), *linear("logits", h, self.vocab, dtype)), self.vocab
             ),
         )
         layers = ("embed", *["block"] * self.layers, "head")

@@ -115,6 +115,19 @@ def product_s(
     return 2 * m * k * n / flops_per_s * small * np.where(partial, 1 + misaligned, 1.0)
 
 
+def machine_product_s(machine: Machine, m: Number, k: Number, n: Number) -> Number:
+    """The same on a machine, in the dtype of its products."""
+    return product_s(
+        m,
+        k,
+        n,
+        flops_per_s=machine.product_flops_per_s * machine.product_share,
+        edge=machine.product_edge,
+        row_edge=machine.row_edge,
+        misaligned=machine.misaligned,
+    )
+
+
 def smooth_max(a: Number, b: Number, sharpness: float = 4.0) -> Number:
     """The larger of two times, up to 19 % more where they are equal: two queues never overlap perfectly."""
     most = np.maximum(np.maximum(a, b), 1e-30)

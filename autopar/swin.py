@@ -23,7 +23,7 @@ from autopar.counts import (
     profile,
     vector,
 )
-from autopar.encoders import classifier_count
+from autopar.encoders import block_products, classifier_count
 from autopar.measured import LayerProfile
 from autopar.model import LayerKind, ModelSpec, Parameter
 
@@ -152,12 +152,7 @@ class WindowEncoder:
         h, heads, n, seen = self.hidden << stage, self.heads[stage], self.side(stage) ** 2, self.window**2
         f = MLP_RATIO * h
         kept = Moment(whole=n * (8 * h + 8), cut=n * (8 * h + 4 * f + 6 * heads * seen))
-        products = [
-            Product(rows=n, inner=h, outer=h, cut="outer", times=3),
-            Product(rows=n, inner=h, outer=h, cut="inner"),
-            Product(rows=n, inner=h, outer=f, cut="outer"),
-            Product(rows=n, inner=f, outer=h, cut="inner"),
-        ]
+        products = [*block_products(n, h, f)]
         early = kept.plus(whole=-4 * n * h, cut=-4 * n * f)
         gradients = kept.plus(whole=2 * n * h, cut=2 * n * f, once_cut=2 * h * f)
         if merges:

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 
 from autopar import roofline
 from autopar.counts import (
-    WORD_DEGREES,
     Core,
     LayerCount,
     Moment,
@@ -30,9 +29,10 @@ from autopar.counts import (
     profile,
     vector,
     word_head,
+    word_kind,
 )
 from autopar.measured import LayerProfile
-from autopar.model import LayerKind, ModelSpec, Parameter, Role
+from autopar.model import LayerKind, ModelSpec, Parameter
 
 PIPELINE_REASON = "decoder blocks on other stages would need the encoder's output"
 
@@ -97,22 +97,8 @@ class EncoderDecoder:
             )
             for name, parameters in own.items()
         ]
-        reason = f"vocabulary {self.vocab}"
-        outer: tuple[tuple[Role, str, tuple[Parameter, ...]], ...] = (
-            ("embed", "Embedding", (words,)),
-            ("head", "Head", (final, *linear("logits", self.hidden, self.vocab, dtype))),
-        )
-        ends = [
-            LayerKind(
-                name=role,
-                role=role,
-                class_name=class_name,
-                parameters=parameters,
-                tp_degrees=WORD_DEGREES,
-                tp_reason=reason,
-            )
-            for role, class_name, parameters in outer
-        ]
+        logits = (final, *linear("logits", self.hidden, self.vocab, dtype))
+        ends = [word_kind("embed", "Embedding", (words,), self.vocab), word_kind("head", "Head", logits, self.vocab)]
         inner = self.encoder_layers - 2
         layers = ("embed", "encoder-first", *["encoder"] * inner, "encoder-last")
         layers = (*layers, "decoder-first", *["decoder"] * (self.decoder_layers - 1), "head")
