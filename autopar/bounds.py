@@ -40,8 +40,9 @@ def upper_bound(
     state = unit.held_bytes(optimizer) + unit.optimizer_bytes(optimizer) + counted
     state += whole - resident
     if unit.zero == 1:
-        # At the end of the step buckets of gradients lie beside the whole ones, and nothing is saved.
-        copied = 0 if grads >= BUCKET_BYTES else grads + unit.optimizer_share(grads)
+        # At the end of the step buckets of gradients lie beside the whole ones, and nothing is saved. A small layer
+        # may share its bucket with one of fewer shards, at the least 2.
+        copied = 0 if grads >= BUCKET_BYTES else grads + -(-grads // 2)
         state += max(0, grads + copied - kept - counted)
     # While the layer itself works backwards its gradients are there beside its saved sets.
     own = unit.share(grads) - counted

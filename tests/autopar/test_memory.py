@@ -101,6 +101,22 @@ def test_a_bucket_of_zero_1_is_of_a_size_that_models_do_not_change() -> None:
     assert 3 * bound.state_bytes + bound.transient_bytes >= peak.peak_bytes
 
 
+def test_a_bucket_of_layers_with_other_shards_is_within_the_bound() -> None:
+    stage = [
+        replace(
+            _zero(1, replace(PLAIN, parameter_bytes=size, trainable_bytes=size, backward_peak_bytes=size)),
+            shards=shards,
+            input_bytes=0,
+            output_bytes=0,
+            saved_bytes=0,
+        )
+        for size, shards in ((31 << 17, 8), (4 << 17, 2))
+    ]
+    peak = walk(stage, actions("1f1b", 1, 0, 1), optimizer="sgd").peak_bytes
+    bounds = [upper_bound(unit, optimizer="sgd", steady=True) for unit in stage]
+    assert peak <= sum(b.state_bytes + b.saved_bytes for b in bounds) + max(b.transient_bytes for b in bounds)
+
+
 def test_zero_2_stays_whole_between_forward_and_backward() -> None:
     two, three = (walk([_zero(z)] * 3, actions("1f1b", 1, 0, 1), optimizer="adamw") for z in (2, 3))
     # The last unit's backward: three whole units, three saved sets.
