@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import autopar.plan
+import autopar.runtime.moving
 import autopar.runtime.side_inputs
 from autopar.axes import Axis, Layout, RankMesh
 from autopar.errors import AutoparError
@@ -157,6 +158,16 @@ def _mean(total: torch.Tensor, count: torch.Tensor) -> tuple[torch.Tensor, torch
     return total / count, torch.ones_like(count)
 
 
+def _side_gradients_whole(parallel: ParallelModel) -> None:
+    """Each rank that shares a block's samples adds the whole gradient of a side input that it has."""
+    _patch(autopar.runtime.moving, "share_gradient", lambda x, ranks: x)
+
+
+def _side_gradients_apart(parallel: ParallelModel) -> None:
+    """A block that makes a side input takes only the gradient of its users on this rank."""
+    _patch(autopar.runtime.moving, "sum_gradient", lambda x, groups: x)
+
+
 _PLANTS = {
     "average": _average_one_layer,
     "sharded average": _average_one_sharded_layer,
@@ -165,6 +176,8 @@ _PLANTS = {
     "swapped rows": _swapped_rows,
     "local mask": _local_mask,
     "mean of means": _mean_of_means,
+    "side gradients whole": _side_gradients_whole,
+    "side gradients apart": _side_gradients_apart,
 }
 _patched: list[tuple[Any, str, Any]] = []
 

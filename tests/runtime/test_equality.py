@@ -112,6 +112,7 @@ def test_eight_layers_with_eight_strategies_on_eight_ranks(ranks: Ranks) -> None
 
 
 MASKED = "tests/runtime/masked_model.py:build"
+T5 = "T5Config(d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, vocab_size=64)"
 FAULTS: dict[str, tuple[str, list[str]]] = {
     "average": (LLAMA4, ["dp4"] * 6),
     "sharded average": (LLAMA4, ["dp4", "dp4-z3", "dp4", "dp4", "dp4", "dp4"]),
@@ -119,6 +120,8 @@ FAULTS: dict[str, tuple[str, list[str]]] = {
     "swapped rows": (GPT2, ["dp4", "dp4", "dp2-tp2", "dp4", "dp4", "dp4"]),
     "local mask": (MASKED, ["dp4", "dp4", "dp2-tp2", "dp4", "dp4", "dp4"]),
     "mean of means": (LLAMA4, ["dp4"] * 6),
+    "side gradients whole": (T5, ["dp4", "dp4", "dp2-tp2", "dp4", "tp4", "dp4"]),
+    "side gradients apart": (T5, ["dp4", "dp2-tp2", "dp4", "tp4", "dp4", "dp4"]),
 }
 PLACES = {"average": {"0"}, "sharded average": {"0"}, "no norm reduction": {"0", "2"}}
 """The layers that may be named, where the fault is in one."""
