@@ -26,6 +26,7 @@ from autopar.options import (
     answer,
     batches,
     schedules,
+    seconds,
     settings,
     shown,
     usage_error,
@@ -93,7 +94,9 @@ def search(
         bool, typer.Option("--allow-unrunnable", help="Also plan what the runtime cannot run yet.")
     ] = False,
     verify: Annotated[bool, typer.Option("--verify", help="Let two other solvers check the bound.")] = False,
-    time_limit: Annotated[float | None, typer.Option(min=0.0, help="Seconds; then the best so far.")] = None,
+    time_limit: Annotated[
+        float | None, typer.Option(min=0.0, callback=seconds, help="Seconds; then the best so far.")
+    ] = None,
     frontier: Annotated[Path | None, typer.Option(help="Also the best step by memory: FILE.csv and FILE.svg.")] = None,
     what_if: Annotated[str | None, typer.Option(help='Also after a change: "links*0.5", "memory-2GiB".')] = None,
     output: Out = Path("plan.json"),

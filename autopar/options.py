@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
+from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
@@ -47,6 +48,13 @@ def schedules(names: list[str] | None) -> list[str] | None:
         if name not in get_args(Schedule):
             raise typer.BadParameter(f"{name[:40]!r} is not one of {', '.join(get_args(Schedule))}")
     return names
+
+
+def seconds(limit: float | None) -> float | None:
+    """The limit as it is; a usage error for `nan`, which no range holds back."""
+    if limit is not None and isnan(limit):
+        raise typer.BadParameter("nan is not a number of seconds")
+    return limit
 
 
 def settings(texts: Sequence[str]) -> dict[str, object]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -63,7 +64,42 @@ def search(
     with its gap; example, loss: as in `autopar.parallelize`, for an nn.Module.
     Raises InputError, InfeasibleError when nothing fits, RunError when a measurement fails or the time is too short.
     """
-    name = None if dtype is None else dtype_name(dtype)
+    name = None if dtype is None else dtype_name(str(dtype))
+    batches = (global_batch,) if isinstance(global_batch, int) else global_batch
+    try:
+        several: dict[str, object] = {
+            "global_batch": batches,
+            "pp": pp,
+            "micro_batches": micro_batches,
+            "schedules": schedules,
+        }
+        several |= {"micro_batch_sizes": micro_batch_sizes, "pins": pins, "forbids": forbids}
+        for argument, values in several.items():
+            if isinstance(values, str) or not isinstance(values, Iterable):
+                raise ValueError(f"{argument} must be a list, not {values!r}")
+        batches = tuple(batches)
+        if time_limit_s is not None and not (isinstance(time_limit_s, int | float) and time_limit_s >= 0):
+            raise ValueError(f"time_limit_s must be seconds >= 0, not {time_limit_s!r}")
+        wanted = [
+            Request(
+                global_batch=batch,
+                sequence=1 if sequence is None else sequence,
+                dtype=name or "float32",
+                optimizer=optimizer,
+                memory_bytes=parse_bytes(memory) if isinstance(memory, str) else memory,
+                pp=tuple(pp),
+                num_micro_batches=tuple(micro_batches),
+                schedules=tuple(schedules),
+                pins=tuple(Pin.parse(pin) for pin in pins),
+                forbids=tuple(Forbid.parse(ban) for ban in forbids),
+                max_strategies=max_strategies,
+                tp_across_nodes=tp_across_nodes,
+                allow_unrunnable=allow_unrunnable,
+            )
+            for batch in batches or (0,)
+        ]
+    except ValueError as error:
+        raise InputError("the request is not acceptable", why=str(error), fix="give what is asked for there") from None
     if isinstance(cluster, str) and cluster.partition(":")[0] in devices():
         if not isinstance(model, str | os.PathLike):
             raise InputError(
@@ -75,25 +111,12 @@ def search(
     else:
         cluster_file = _cluster(cluster)
         model_file = _model(model, cluster_file, sequence, name or "float32", example, loss)
-    batches = (global_batch,) if isinstance(global_batch, int) else tuple(global_batch)
-    try:
-        request = Request(
-            global_batch=min(batches, default=0),
-            sequence=sequence or model_file.layers.sequence,
-            dtype=name or model_file.layers.dtype,
-            optimizer=optimizer,
-            memory_bytes=parse_bytes(memory) if isinstance(memory, str) else memory,
-            pp=tuple(pp),
-            num_micro_batches=tuple(micro_batches),
-            schedules=tuple(schedules),
-            pins=tuple(Pin.parse(pin) for pin in pins),
-            forbids=tuple(Forbid.parse(ban) for ban in forbids),
-            max_strategies=max_strategies,
-            tp_across_nodes=tp_across_nodes,
-            allow_unrunnable=allow_unrunnable,
-        )
-    except ValueError as error:
-        raise InputError("the request is not acceptable", why=str(error), fix="give what is asked for there") from None
+    layers = model_file.layers
+    request = replace(
+        min(wanted, key=lambda one: one.global_batch),
+        sequence=layers.sequence if sequence is None else sequence,
+        dtype=name or layers.dtype,
+    )
     return search_batches(
         model_file,
         cluster_file,

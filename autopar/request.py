@@ -118,7 +118,7 @@ class Request:
     of stages, empty for all; num_micro_batches: likewise; pins and forbids: what layers must and must not take;
     max_strategies: at most so many different ones over the blocks; tp_across_nodes: whether tp may leave a node;
     allow_unrunnable: whether the plan may have parts that the runtime of this version cannot run.
-    Raises ValueError for numbers below one.
+    Raises ValueError for numbers below one and values of another type.
     """
 
     global_batch: int
@@ -138,11 +138,14 @@ class Request:
     def __post_init__(self) -> None:
         for field in ("global_batch", "sequence", "memory_bytes", "max_strategies"):
             value = getattr(self, field)
-            if value is not None and not 1 <= value < 1 << 60:
-                raise ValueError(f"Request.{field} must be >= 1, not {value}")
+            if value is not None and not (type(value) is int and 1 <= value < 1 << 60):
+                raise ValueError(f"Request.{field} must be a whole number >= 1, not {value!r}")
         for field in ("pp", "num_micro_batches"):
-            if any(value < 1 for value in getattr(self, field)):
-                raise ValueError(f"Request.{field} must be >= 1, not {getattr(self, field)}")
+            if any(type(value) is not int or value < 1 for value in getattr(self, field)):
+                raise ValueError(f"Request.{field} must be whole numbers >= 1, not {getattr(self, field)}")
+        for field in ("tp_across_nodes", "allow_unrunnable"):
+            if type(getattr(self, field)) is not bool:
+                raise ValueError(f"Request.{field} must be True or False, not {getattr(self, field)!r}")
         if self.optimizer not in get_args(Optimizer):
             raise ValueError(
                 f"Request.optimizer must be one of {', '.join(get_args(Optimizer))}, not {self.optimizer!r}"

@@ -17,6 +17,7 @@ from typing import Any
 from autopar.cuts import check_files, cut_tables, legal_cuts
 from autopar.errors import InfeasibleError, InputError, RunError
 from autopar.finalists import Finalist, certified, objective_ns, peak_bytes, ranking
+from autopar.legality import why_schedule_not_runnable
 from autopar.measured import ClusterFile, ModelFile
 from autopar.plan import Plan
 from autopar.polish import ASKED, Columns, Cuts, leaner, polish
@@ -115,9 +116,15 @@ def search_files(
         found += [Finalist(plan=plan, fits=True) for plan in plans]
     found.sort(key=lambda f: (not f.fits, *ranking(f.plan)))
     if not any(f.fits for f in found):
+        unrunnable = [why_schedule_not_runnable(s, request.dtype) for s in request.schedules]
         raise InfeasibleError(
             f"No plan under {', '.join(request.schedules)} fits among those tried",
-            why="under 1f1b or gpipe there is one that fits",
+            why="; ".join(
+                [
+                    "under 1f1b or gpipe there is one that fits",
+                    *filter(None, () if request.allow_unrunnable else unrunnable),
+                ]
+            ),
             fix="allow these with --schedule, or give more memory or other micro-batches",
         )
     return SearchResult(plan=found[0].plan, finalists=tuple(found), skipped=(*skipped, *reasons))

@@ -78,6 +78,7 @@ def test_batches_sizes_and_schedules_are_options(here: Run, folder: Path) -> Non
 
 
 def test_a_time_limit_of_nothing_is_exit_5(here: Run, folder: Path) -> None:
+    assert "not a number of seconds" in refused(here, (*SEARCH, "16", "--time-limit", "nan"), folder, 2)
     assert "stopped before" in refused(here, (*SEARCH, "16", "--time-limit", "0"), folder, 5)
 
 

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import autopar
+from autopar import planning
 from autopar.errors import InputError, RunError
 from autopar.formats import read_kind
 from autopar.request import Request
@@ -50,6 +52,38 @@ def test_wrong_input_is_named() -> None:
         autopar.search(model_file, cluster="none.json", global_batch=16)
     with pytest.raises(InputError, match="does not exist"):
         autopar.search(Path("none.json"), cluster=cluster_file, global_batch=16)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"time_limit_s": -1},
+        {"time_limit_s": "x"},
+        {"time_limit_s": float("nan")},
+        {"dtype": 3},
+        {"optimizer": "lion"},
+        {"tp_across_nodes": "yes"},
+        {"global_batch": 2.5},
+        {"global_batch": "4"},
+        {"global_batch": True},
+        {"global_batch": [4, "x"]},
+        {"global_batch": []},
+        {"sequence": 0},
+        {"sequence": "x"},
+        {"pins": "*: dp4"},
+        {"pp": 1},
+        {"schedules": "gpipe"},
+        {"micro_batches": ["x"]},
+        {"micro_batch_sizes": 2},
+    ],
+    ids=str,
+)
+def test_arguments_of_the_wrong_type_are_refused_before_anything_is_measured(
+    wrong: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planning, "_cluster", lambda _: pytest.fail("measured first"))
+    with pytest.raises(InputError):
+        autopar.search("LlamaConfig", **({"global_batch": 16} | wrong))
 
 
 def test_the_kind_of_a_file(tmp_path: Path) -> None:
