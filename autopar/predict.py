@@ -218,13 +218,6 @@ def _tied_s(plan: Plan, model: ModelSpec, cluster: ClusterSpec, links: LinkProfi
     return seconds(links, "all_reduce", ends, local_bytes).seconds
 
 
-def stage_memory(
-    plan: Plan, stage: int, model: ModelSpec, layers: LayerProfile, known: Known | None = None
-) -> RankMemory:
-    """The peak of each rank of a stage over a step, one stage a rank."""
-    return rank_memory(plan, stage, model, layers, known)
-
-
 def rank_memory(
     plan: Plan,
     rank: int,

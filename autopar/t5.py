@@ -36,9 +36,6 @@ from autopar.model import LayerKind, ModelSpec, Parameter
 
 PIPELINE_REASON = "decoder blocks on other stages would need the encoder's output"
 
-NORM_BYTES = 8
-"""Of an element that T5's norm keeps: its input in fp32, the normed one and the weighted one in 16 bits."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderDecoder:

@@ -15,7 +15,7 @@ from autopar.cuts import Cut, legal_cuts
 from autopar.errors import InfeasibleError, InputError, RunError
 from autopar.measured import ModelFile
 from autopar.plan import Plan
-from autopar.predict import predict, stage_memory
+from autopar.predict import predict, rank_memory
 from autopar.price import CostTables, score
 from autopar.request import Forbid, Pin
 from autopar.searching import SearchResult, search_files
@@ -88,7 +88,7 @@ class _Everything:
                     span = plan.stage_layers(stage)
                     key = stage, span, chosen[span.start : span.stop]
                     if key not in stages:
-                        stages[key] = stage_memory(plan, stage, model.model, model.layers).peak_bytes
+                        stages[key] = rank_memory(plan, stage, model.model, model.layers).peak_bytes
                     peak = max(peak, stages[key])
                 found.append((score(made, layers, chosen).objective_ns, peak))
         self.plans = sorted(found)

@@ -15,7 +15,7 @@ from autopar.memory import walk
 from autopar.orders import actions
 from autopar.pipeline import Ending, StageTimes, simulate, step
 from autopar.polish import _better_singles, moved_cuts
-from autopar.predict import stage_memory
+from autopar.predict import rank_memory
 from autopar.price import score
 from autopar.searching import search_files
 from autopar.tables import Prices
@@ -108,7 +108,7 @@ def test_the_lower_table_of_1f1b_bounds_gpipe(pp: int, count: int) -> None:
         )
         for stage, size in enumerate(score(made, layers, chosen).stage_bytes):
             at_ends = cluster.cluster.memory_bytes - made.budget_bytes[stage]
-            assert stage_memory(plan, stage, model.model, model.layers).peak_bytes >= size + at_ends
+            assert rank_memory(plan, stage, model.model, model.layers).peak_bytes >= size + at_ends
 
 
 @pytest.mark.parametrize("pp", [1, 2, 4])

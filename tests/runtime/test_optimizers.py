@@ -11,7 +11,7 @@ import torch
 
 from autopar.errors import InputError
 from autopar.plan import Plan
-from autopar.predict import stage_memory
+from autopar.predict import rank_memory
 from autopar.profiler.models import profile
 from autopar.runtime.gradients import _squared_norm
 from autopar.runtime.models import build_model
@@ -68,7 +68,7 @@ def test_sgd_runs_and_resumes_within_its_predicted_memory(optimizer: str, ranks:
     results = ranks("optimizer_jobs:run_and_resume", 2, source=RUN, strategies=MIXED, folder=f"{tmp_path}/c", **shape)
     measured = profile(build_model(RUN), sequence=16, tp_degrees=(), samples=(1, 2, 4))
     plan = Plan.loads(results[0]["plan"])
-    predicted = stage_memory(plan, 0, measured.model, measured.layers).peak_bytes
+    predicted = rank_memory(plan, 0, measured.model, measured.layers).peak_bytes
     for found in results:
         assert found["parts"] == pytest.approx(found["whole"], rel=1e-6)
         assert found["whole"][3] < found["whole"][0]

@@ -9,7 +9,7 @@ import pytest
 
 from autopar.errors import InputError
 from autopar.plan import Plan
-from autopar.predict import stage_memory
+from autopar.predict import rank_memory
 from autopar.profiler.models import profile
 from autopar.runtime.models import build_model
 from autopar.runtime.precision import mixed_dtype
@@ -74,6 +74,6 @@ def test_predicted_peak_is_within_five_percent_of_the_tracked_one(name: str, ran
     measured = profile(build_model(source, dtype="bfloat16"), sequence=32, tp_degrees=(2,), samples=(1, 2))
     plan = Plan.loads(results[0]["plan"])
     for rank, result in enumerate(results):
-        predicted = stage_memory(plan, rank // plan.mesh.ranks_per_stage, measured.model, measured.layers)
+        predicted = rank_memory(plan, rank // plan.mesh.ranks_per_stage, measured.model, measured.layers)
         error = predicted.peak_bytes / result["peak_memory_bytes"] - 1
         assert abs(error) <= 0.05, f"rank {rank}: {predicted} against {result['peak_memory_bytes']} ({error:+.1%})"
