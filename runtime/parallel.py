@@ -13,6 +13,7 @@ from autopar.errors import InputError
 from autopar.plan import Plan
 from autopar.runtime.batches import example_batch
 from autopar.runtime.groups import RankGroups
+from autopar.runtime.held_shapes import check_local_shapes
 from autopar.runtime.layers import place_layers
 from autopar.runtime.losses import own_loss
 from autopar.runtime.parallel_model import ParallelModel
@@ -70,6 +71,7 @@ def parallelize(
         loss = loss or own_loss(model, batch)
     groups = RankGroups(plan.mesh, plan.cluster.device)
     layers = place_layers(model, plan, found, described, groups, loss, masters, batch, device)
+    check_local_shapes(layers.held, plan, described.spec, found.structure, groups)
     if source is not None:
         source.fill(layers.held, fingerprint=plan.model.fingerprint)
     return ParallelModel(plan, found, groups, layers)

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 from dataclasses import asdict
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -315,6 +316,9 @@ def refused(case: str) -> str:
         elif case == "forward of a pipeline":
             stages = make_plan(source, ["dp1"] * 4, world=world, pp=2, layers_per_stage=[2, 2], micro_batches=2)
             parallelize(model, stages)(**example_batch(model, samples=8, sequence=8))
+        elif case == "rows not cut":
+            with mock.patch("autopar.runtime.stepping.own_rows", lambda full, group: full):
+                parallelize(model, make_plan(source, ["dp2-z1"] * 4, world=world))
     except AutoparError as error:
         return f"{type(error).__name__}: {error}"
     return "not refused"

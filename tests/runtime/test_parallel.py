@@ -29,6 +29,7 @@ def test_own_loop_with_accumulation_has_the_gradients_of_one_process(source: str
         ("uneven heads", 3, "tp 3 does not divide LlamaDecoderLayer (heads 4"),
         ("unused parameter", 2, "got no gradient in the first step: model.layers.0.mlp.spare.weight"),
         ("a batch of another size", 2, "the plan gives each rank 4 of 8"),
+        ("rows not cut", 2, "the wrapping and the plan disagree"),
         ("forward of a pipeline", 2, "a pipelined model has no forward of its own"),
     ],
 )
