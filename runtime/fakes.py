@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -30,13 +31,19 @@ DEPENDS_ON_NUMBERS = (DataDependentOutputException, DynamicOutputShapeException)
 """What is raised where the course of a model depends on the numbers in its tensors."""
 
 
+class _OneMode(FakeTensorMode):
+    def __deepcopy__(self, memo: dict[int, Any]) -> _OneMode:
+        """The mode itself: it holds weak references to storages, and torch frees a copied one a second time."""
+        return self
+
+
 @contextmanager
 def fake_mode() -> Iterator[FakeTensorMode]:
     """While inside, a mode that may be entered as often as wanted; every tensor that is made in it is fake."""
     with warnings.catch_warnings():
         # Printing and copying a parameter asks for its address, which torch deprecates for fake ones.
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor", UserWarning)
-        yield FakeTensorMode(allow_non_fake_inputs=True)
+        yield _OneMode(allow_non_fake_inputs=True)
 
 
 @contextmanager
