@@ -179,4 +179,4 @@ def raise_where_failed(failed: str, target: Path, group: dist.ProcessGroup | Non
     dist.all_gather_object(said, failed, group=group)
     reasons = [words for words in said if words]
     if reasons:
-        raise InputError(f"{target} cannot be saved", why=reasons[0], fix="choose a writable folder")
+        raise InputError(f"{target} cannot be saved", why=reasons[0], fix="make room there, or choose another folder")

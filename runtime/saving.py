@@ -110,7 +110,10 @@ def _write(target: Path, state: dict[str, Tensor], facts: CheckpointFacts, group
                 target.rename(old)
             fresh.rename(target)
             shutil.rmtree(old, ignore_errors=True)
-    except (OSError, CheckpointException, InputError) as error:
+    except CheckpointException as error:
+        rank, (cause, _) = next(iter(error.failures.items()))
+        failed = f"rank {rank}: {type(cause).__name__}: {cause}".splitlines()[0]
+    except (OSError, InputError) as error:
         failed = str(error).splitlines()[0]
     raise_where_failed(failed, target, group)
 

@@ -17,6 +17,12 @@ from autopar.runtime.fakes import has_numbers
 def join_world(plan: Plan) -> None:
     """Make sure that a process group of the plan's world size exists; a plan for one rank needs no launcher."""
     if not dist.is_initialized():
+        if plan.cluster.device == "cuda" and not torch.cuda.is_available():
+            raise InputError(
+                "the plan is for GPUs, and torch sees none here",
+                why='its cluster has the device "cuda"',
+                fix="run it where it was made for, or profile this machine and search again",
+            )
         backend = "cpu:gloo,cuda:nccl" if plan.cluster.device == "cuda" else "gloo"
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
             dist.init_process_group(backend)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import resource
 import signal
 import threading
 from collections.abc import Callable
@@ -124,6 +125,21 @@ def save_where_nobody_can(source: str, folder: str, strategies: list[str], wait:
         words(lambda: wrapped.save(good, optimizer, wait=wait)),
         words(wrapped.wait_for_save),
     ]
+
+
+def save_without_room(source: str, folder: str, strategies: list[str], **shape: Any) -> str:
+    """The error of a save whose files may not be longer than some bytes, as on a full disk."""
+    wrapped, optimizer = _started(source, strategies, shape, seed=0)
+    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+    dist.barrier()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200, usual[1]))
+    try:
+        wrapped.save(folder, optimizer)
+    except AutoparError as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+    return ""
 
 
 def die_while_saving(

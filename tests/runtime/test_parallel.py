@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+
+import autopar
+from autopar.errors import InputError
+from autopar.runtime.models import build_model
+from tests.runtime.rank_jobs import make_plan
 
 Ranks = Callable[..., list[Any]]
 
@@ -47,3 +54,11 @@ def test_sampler_deals_the_dataset_once_over_the_ranks_of_a_stage(ranks: Ranks) 
     places = ranks("sampled", 4)
     assert sorted(places[0] + places[1]) == list(range(16))
     assert places[2:] == places[:2]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has GPUs")
+def test_a_plan_for_gpus_is_refused_where_there_are_none() -> None:
+    plan = make_plan(PLAIN, ["dp1"] * 6, world=1)
+    away = dataclasses.replace(plan, cluster=dataclasses.replace(plan.cluster, device="cuda"))
+    with pytest.raises(InputError, match="torch sees none here"):
+        autopar.parallelize(build_model(PLAIN), away)

@@ -40,6 +40,14 @@ def test_a_write_that_fails_is_said_on_every_rank(
         assert all("cannot be saved" in said[number] for number in failing)
 
 
+def test_a_full_disk_is_named_on_every_rank(ranks: Ranks, tmp_path: Path) -> None:
+    arguments = {"source": TIED, "folder": str(tmp_path / "full"), "strategies": STRATEGIES, **SHAPE}
+    for said in ranks("saving_jobs:save_without_room", SIZE, **arguments):
+        assert "cannot be saved" in said
+        assert "large" in said.lower(), said
+    assert not (tmp_path / "full").exists()
+
+
 MOMENTS = ("while writing", "before the facts", "between the renames", "after the renames")
 
 
