@@ -132,6 +132,15 @@ def test_random_plans_equal_one_process(name: str, size: int, ranks: Ranks) -> N
     agree(list(draw_plans(MODELS[name], nproc=size, count=1, seed=size)), ranks, size)
 
 
+def test_no_sequence_is_cut_where_blocks_learn_beside_the_hidden_state() -> None:
+    """T5: the encoder's second block takes the first one's position biases, whose gradient would be wrong."""
+    spec, mesh = spec_of("t5"), RankMesh.of(world_size=2)
+    for layer in range(1, 5):
+        for part in ("sp2", "cp2"):
+            assert why_illegal(Strategy.parse(part), spec.kind(layer), mesh, micro_batch=4, sequence=8) is not None
+        assert why_illegal(Strategy(tp=2), spec.kind(layer), mesh, micro_batch=4, sequence=8) is None
+
+
 @pytest.mark.parametrize("name", CHAINS)
 def test_several_chains_run_on_one_stage_only(name: str) -> None:
     spec = spec_of(name)
