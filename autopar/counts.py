@@ -224,9 +224,25 @@ def word_head(
     kept: float,
     input_bytes: float,
     before: tuple[Product, ...] = (),
+    upcast: bool = True,
 ) -> LayerCount:
-    """The head over so many tokens of a sample: what comes before the logits keeps `kept` bytes a token."""
+    """The head over so many tokens of a sample: what comes before the logits keeps `kept` bytes a token.
+
+    upcast: whether the loss is computed in float32, as causal models of Hugging Face do, or in 16 bits.
+    """
     n, v = tokens, vocab
+    if not upcast:
+        return LayerCount(
+            kind=kind,
+            products=(*before, Product(rows=n, inner=hidden, outer=v)),
+            input_bytes=input_bytes,
+            output_bytes=0,
+            kept=Moment(whole=n * (kept + 2 * v + 4)),
+            # Logits and their log-softmax; then the gradients of both.
+            forward=(Moment(whole=n * (kept + 4 * v)),),
+            backward=(Moment(whole=n * (kept + 6 * v)),),
+            loss_logits=n * v,
+        )
     return LayerCount(
         kind=kind,
         products=(*before, Product(rows=n, inner=hidden, outer=v)),

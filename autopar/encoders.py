@@ -97,6 +97,7 @@ class WordEncoder:
                 kept=8 * h,
                 input_bytes=2 * n * h,
                 before=(Product(rows=n, inner=h, outer=h),),
+                upcast=False,
             ),
         )
         return profile(counts, machine, sequence=sequence, dtype=dtype, device_name=device_name)

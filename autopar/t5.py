@@ -142,7 +142,7 @@ class EncoderDecoder:
         for name, kind in kinds.items():
             if kind.role == "block":
                 counts.append(self._count(kind, name, n, m, passed))
-        counts.append(word_head(kinds["head"], m, h, v, kept=10 * h, input_bytes=passed))
+        counts.append(word_head(kinds["head"], m, h, v, kept=10 * h, input_bytes=passed, upcast=False))
         return profile(counts, machine, sequence=sequence, dtype=dtype, device_name=device_name)
 
     def decoder_tokens(self, sequence: int) -> int:
