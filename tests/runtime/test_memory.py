@@ -68,7 +68,14 @@ PLANS: dict[str, tuple[list[str], dict[str, Any]]] = {
 
 
 SEVERAL = ("two stages a rank", "looped-bfs", "interleaved-zero-bubble", "zbv", "dualpipev")
-SLOW = (*SEVERAL, "kept whole between", "two filled stages", "selective everywhere", "selective, two filled stages")
+SLOW = (
+    "selective, tensor parallel",
+    *SEVERAL,
+    "kept whole between",
+    "two filled stages",
+    "selective everywhere",
+    "selective, two filled stages",
+)
 
 
 @pytest.fixture(scope="module")

@@ -51,8 +51,9 @@ def test_a_full_disk_is_named_on_every_rank(ranks: Ranks, tmp_path: Path) -> Non
 MOMENTS = ("while writing", "before the facts", "between the renames", "after the renames")
 
 
-@pytest.mark.parametrize("wait", [pytest.param(True, marks=pytest.mark.slow), False])
-@pytest.mark.parametrize("moment", [pytest.param(m, marks=[pytest.mark.slow] * (m != MOMENTS[0])) for m in MOMENTS])
+@pytest.mark.slow
+@pytest.mark.parametrize("wait", [True, False])
+@pytest.mark.parametrize("moment", MOMENTS)
 def test_a_kill_during_a_save_leaves_a_checkpoint(moment: str, wait: bool, ranks: Ranks, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
     arguments = {"source": TIED, "folder": str(folder), "strategies": STRATEGIES, **SHAPE}
