@@ -45,7 +45,7 @@ def _all_choices(made: CostTables) -> Iterator[tuple[tuple[int, ...], tuple[int,
             yield layers, chosen
 
 
-FEWER = ("*: z1", "embed: tp2", "embed: tp4", "head: tp2", "head: tp4")
+FEWER = ("*: z1", "*: rs", "embed: tp2", "embed: tp4", "head: tp2", "head: tp4")
 """What leaves some thousand plans to enumerate."""
 WORDS = model_file(words_tp=(2,), attention=None)
 ONLY_Z1 = ("*: r", "*: z2", "*: z3", "*: tp4")
@@ -122,7 +122,7 @@ def _exact_budgets(everything: _Everything, count: int, worst: float = 1.1) -> t
 
 def test_the_search_equals_the_enumeration_of_all_plans(everything: _Everything) -> None:
     exact, count = _exact_budgets(everything, 5)
-    assert exact >= count - 2
+    assert exact >= count - 1
 
 
 def test_the_search_equals_the_enumeration_with_zero_1_and_cut_words() -> None:
@@ -140,7 +140,7 @@ def test_the_search_equals_the_enumeration_of_more_plans_with_zero_1_and_cut_wor
     # Near the cliff tied ends, which change together, are missed by up to 17 %.
     exact, count = _exact_budgets(everything, 30, 1.2 if tied else 1.1)
     print(f"{len(everything.plans)} plans, {exact} of {count} budgets exact")
-    assert exact >= 0.8 * count
+    assert exact >= 0.85 * count
 
 
 @pytest.mark.slow
@@ -150,7 +150,7 @@ def test_the_search_equals_the_enumeration_of_more_plans() -> None:
         _Everything(num_micro_batches=(1, 2, 4), schedules=("1f1b", "gpipe"), global_batch=16), 30
     )
     print(f"{exact} of {count} budgets exact")
-    assert exact >= 0.65 * count  # 23 of 33 seen since blocks may recompute in two ways; all are within 10 %
+    assert exact >= 0.85 * count
 
 
 def test_one_byte_less_than_the_leanest_plan_does_not_fit(everything: _Everything) -> None:
