@@ -18,6 +18,7 @@ from torch import Tensor
 
 from autopar.errors import InputError
 from autopar.runtime.checkpoint import raise_where_failed
+from autopar.runtime.finite import is_finite, refuse_weights
 from autopar.runtime.gradients import HeldParameter, whole
 from autopar.runtime.weights import put_weight
 
@@ -46,14 +47,19 @@ def export_weights(
     """Write all parameters (and persistent buffers) as safetensors into `folder`; a collective of the world.
 
     writes: whether this rank writes the parameters that it holds; dtype: what they are rounded to, None for theirs.
-    A writer holds the whole parameters of its stages in host memory. Raises InputError when a file cannot be saved.
+    A writer holds the whole parameters of its stages in host memory. Raises InputError when a file cannot be saved,
+    RunError, before any is, when a trained parameter is not finite.
     """
     target, rank = Path(folder), dist.get_rank()
     state: dict[str, Tensor] = {}
+    bad = ""
     for entry in held:
         full = whole(entry, entry.stepped)
         if writes and entry.counted:
+            if not bad and entry.stepped.requires_grad and not is_finite(full):
+                bad = entry.name
             state[entry.name] = full.to("cpu", dtype or full.dtype).clone(memory_format=torch.contiguous_format)
+    refuse_weights(bad, f"{target}")
     if writes and rank == 0:
         state |= {name: value.cpu().clone() for name, value in (buffers or {}).items() if name not in state}
     sizes: list[Any] = [None] * dist.get_world_size()

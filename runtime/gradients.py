@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from autopar.errors import RunError
 from autopar.runtime.buckets import Grouped, sum_in_buckets, sum_rows_in_buckets
 from autopar.runtime.fakes import has_numbers, number
+from autopar.runtime.finite import refuse_gradients
 from autopar.runtime.offload import in_host_memory, send_down
 from autopar.runtime.rows import gather_rows, own_rows, rows_of, start_sum_rows
 
@@ -259,9 +260,13 @@ def _squared_norm(grads: Sequence[Tensor]) -> Tensor:
     return torch.stack([norm.double().square().sum() for norm in norms]).sum()
 
 
-def clip_gradients(held: Sequence[HeldParameter], max_norm: float) -> Tensor:
-    """The 2-norm of the whole gradient, after scaling it down to `max_norm` where it is larger."""
+def clip_gradients(held: Sequence[HeldParameter], max_norm: float, *, step: int = 1) -> Tensor:
+    """The 2-norm of the whole gradient, after scaling it down to `max_norm` where it is larger.
+
+    Raises RunError, on every rank, where it is not finite in this step.
+    """
     norm = gradient_norm(held)
+    refuse_gradients(number(norm), held, step=step)
     factor = min(1.0, max_norm / (number(norm) + 1e-6))
     if factor < 1.0:
         scale_gradients(held, factor)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from math import isfinite, lcm
+from math import lcm
 from typing import Any
 
 import torch
@@ -12,11 +12,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset, DistributedSampler
 
-from autopar.errors import InputError, RunError
+from autopar.errors import InputError
 from autopar.plan import Plan
 from autopar.runtime.batches import sequence_length
 from autopar.runtime.checkpoint import load_checkpoint
 from autopar.runtime.fakes import number
+from autopar.runtime.finite import refuse_loss
 from autopar.runtime.gradients import (
     HeldParameter,
     check_gradients_present,
@@ -64,7 +65,7 @@ class ParallelModel(nn.Module):
         self._tied_across = plan.num_stages > 1 and found.structure.tied
         self._pipeline_group = groups.pipeline() if plan.pp > 1 else None
         self._pipeline: Pipeline | None = None
-        self._steps = 0
+        self._steps = self._optimizer_steps = 0
         self._writer = CheckpointWriter(
             fingerprint=plan.model.fingerprint, writer=groups.place, writers=plan.mesh.ranks_per_stage
         )
@@ -74,7 +75,7 @@ class ParallelModel(nn.Module):
                 entry.parameter.register_post_accumulate_grad_hook(self._handed_on(entry))
             elif entry.group is not None and entry.parameter.requires_grad:
                 entry.parameter.register_hook(self._summed(entry.group))
-        follow_steps(self, self.held)
+        follow_steps(self, self.held, after=ParallelModel._after_step)
         self._names = frozenset(name for name, _ in self.named_parameters())
 
     def _refuse_new_parameters(self) -> None:
@@ -146,6 +147,7 @@ class ParallelModel(nn.Module):
         """The model's output for this rank's samples; its loss is the global mean, with gradients to match.
 
         Only without a pipeline. The backward leaves summed gradients, also after several calls (accumulation).
+        Raises RunError, on every rank, where a loss to train by is not finite.
         """
         if self.plan.pp > 1:
             raise InputError(
@@ -164,7 +166,11 @@ class ParallelModel(nn.Module):
         """The global mean as value, this rank's share of it as gradient: summed over ranks, that is the whole one."""
         total, count = self.stage.loss(output, batch)
         sums = torch.stack([total.detach().double().cpu(), count.double().cpu()])
+        mine = number(sums[0])
         dist.all_reduce(sums, group=self._groups.along(self.plan.mesh.names))
+        if total.requires_grad:
+            refuse_loss(number(sums[0]), max(1.0, number(sums[1])), mine, step=self._optimizer_steps + 1)
+            sums[1].clamp_(min=1.0)  # a call of several may have no label on any rank: its part is 0
         local = total / sums[1].to(total)
         return local + (sums[0] / sums[1] - local.detach().cpu()).to(local)
 
@@ -249,15 +255,11 @@ class ParallelModel(nn.Module):
         sums = torch.zeros(2, dtype=torch.float64)
         for total, count in (pair for stage in self._stages() for pair in stage.counted):
             sums += torch.stack([total.double().cpu(), count.double().cpu()])
+        mine = number(sums[0])
         dist.all_reduce(sums)
         self._steps += 1
-        loss_sum, labels = number(sums[0]), number(sums[1])
-        if not isfinite(loss_sum) or not labels:
-            raise RunError(
-                f"the loss is not finite in step {self._steps}: sum {loss_sum} over {labels:.0f} labels",
-                why="the model diverged, or the batch has no label",
-                fix="lower the learning rate, or check the labels",
-            )
+        labels = number(sums[1])
+        refuse_loss(number(sums[0]), labels, mine, step=self._steps)
         scale_gradients(self.held, 1.0 / labels)
         return sums[0] / sums[1]
 
@@ -276,8 +278,11 @@ class ParallelModel(nn.Module):
                 dist.all_reduce(grad, group=self._groups.ends())
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """The 2-norm of the gradient of the whole model, which is then scaled down to `max_norm` if larger."""
-        return clip_gradients(self.held, max_norm)
+        """The 2-norm of the gradient of the whole model, which is then scaled down to `max_norm` if larger.
+
+        Raises RunError, on every rank, where it is not finite.
+        """
+        return clip_gradients(self.held, max_norm, step=max(self._steps, self._optimizer_steps + 1))
 
     def save(
         self, folder: str | os.PathLike[str], optimizer: torch.optim.Optimizer | None = None, *, wait: bool = True
@@ -316,6 +321,9 @@ class ParallelModel(nn.Module):
         from autopar.runtime.exporting import import_weights
 
         import_weights(folder, self.held)
+
+    def _after_step(self) -> None:
+        self._optimizer_steps += 1
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, also of what the optimizer steps in place of parameters."""

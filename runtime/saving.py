@@ -30,6 +30,7 @@ from autopar.runtime.checkpoint import (
     beside,
     raise_where_failed,
 )
+from autopar.runtime.finite import is_finite, refuse_weights
 from autopar.runtime.gradients import HeldParameter, whole
 
 
@@ -59,20 +60,20 @@ class CheckpointWriter:
         folder cannot be written: this one where it waits, otherwise the one before.
         """
         self.wait()
-        state = self._copied(held, optimizer)
+        state, bad = self._copied(held, optimizer)
         facts = CheckpointFacts(
             fingerprint=self._fingerprint,
             optimizer=type(optimizer).__name__ if optimizer else None,
             settings=_settings(optimizer),
         )
         if wait:
-            _write(Path(folder), state, facts, None)
+            _write(Path(folder), state, bad, facts, None)
             return
         if self._thread is None:
             # Training uses the other groups meanwhile: two threads must not share one.
             self._group = dist.new_group(backend="gloo")
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="autopar-checkpoint")
-        self._pending = self._thread.submit(partial(_write, Path(folder), state, facts, self._group))
+        self._pending = self._thread.submit(partial(_write, Path(folder), state, bad, facts, self._group))
 
     def wait(self) -> None:
         """Return when nothing is being written any more; InputError, on every rank, where that failed."""
@@ -80,19 +81,33 @@ class CheckpointWriter:
         if pending is not None:
             pending.result()
 
-    def _copied(self, held: Sequence[HeldParameter], optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
-        """The whole tensors that this rank writes, in host memory; they share nothing with the model."""
+    def _copied(
+        self, held: Sequence[HeldParameter], optimizer: torch.optim.Optimizer | None
+    ) -> tuple[dict[str, Tensor], str]:
+        """The whole tensors that this rank writes, in host memory; they share nothing with the model.
+
+        And the first trained parameter among them with numbers that are not finite.
+        """
         state: dict[str, Tensor] = {}
+        bad = ""
         for number, (key, entry, tensor) in enumerate(_entries(held, optimizer)):
             # Every rank takes part in putting a tensor together, one keeps it.
             full = whole(entry, tensor) if tensor.dim() else tensor.detach()
             if number % self._writers == self._writer and entry.counted:
                 state[key] = full.cpu().clone()
-        return state
+                if not bad and tensor is entry.stepped and tensor.requires_grad and not is_finite(full):
+                    bad = entry.name
+        return state, bad
 
 
-def _write(target: Path, state: dict[str, Tensor], facts: CheckpointFacts, group: dist.ProcessGroup | None) -> None:
-    """Write the files and put them in the place of the previous ones; a collective of the group (None: the world)."""
+def _write(
+    target: Path, state: dict[str, Tensor], bad: str, facts: CheckpointFacts, group: dist.ProcessGroup | None
+) -> None:
+    """Write the files and put them in the place of the previous ones; a collective of the group (None: the world).
+
+    bad: a parameter that is not finite; then nothing is written.
+    """
+    refuse_weights(bad, f"the checkpoint {target}", group)
     fresh, old = beside(target, "new"), beside(target, "old")
     failed = ""
     try:

@@ -13,8 +13,8 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,8 @@ from autopar.runtime.fakes import has_numbers
 from autopar.runtime.gradients import HeldParameter, local_piece
 from autopar.runtime.offload import bring_up, in_host_memory
 from autopar.runtime.rows import own_rows
+
+Owner = TypeVar("Owner")
 
 
 def stand_in(
@@ -52,13 +54,13 @@ def stand_in(
     return parameter if rows is None and not isinstance(parameter, DTensor) else nn.Parameter(mine)
 
 
-def follow_steps(owner: object, held: Sequence[HeldParameter]) -> None:
+def follow_steps(owner: Owner, held: Sequence[HeldParameter], *, after: Callable[[Owner], None]) -> None:
     """Check every optimizer that steps these parameters, and bring them up to date after its steps.
 
-    For as long as `owner` lives, which must hold `held`.
+    For as long as `owner` lives, which must hold `held`; `after` is then called with it.
     """
     ours = {id(entry.stepped) for entry in held}
-    entries = weakref.ref(owner), [weakref.ref(entry) for entry in held if entry.stands_in]
+    alive, entries = weakref.ref(owner), [weakref.ref(entry) for entry in held if entry.stands_in]
     known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -67,13 +69,16 @@ def follow_steps(owner: object, held: Sequence[HeldParameter]) -> None:
         refuse_whole_tensors(optimizer)
         known.add(optimizer)
 
-    def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def follow(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if optimizer in known:
             chosen = {id(p) for p in _stepped(optimizer)}
-            there = [entry for ref in entries[1] if (entry := ref()) is not None]
+            there = [entry for ref in entries if (entry := ref()) is not None]
             refresh([entry for entry in there if id(entry.stepped) in chosen])
+            model = alive()
+            if model is not None:
+                after(model)
 
-    handles = register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)
+    handles = register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(follow)
     for handle in handles:
         weakref.finalize(owner, handle.remove)
 
