@@ -1,4 +1,4 @@
-"""What every timing on several ranks needs: waiting for the device, its name, and the slowest rank."""
+"""What every timing on several ranks needs: waiting for the device, its name, and what ranks found."""
 
 from __future__ import annotations
 
@@ -21,6 +21,15 @@ def slowest(seconds: list[float], device: torch.device) -> list[float]:
     values = torch.tensor(seconds, dtype=torch.float64, device=device)
     dist.all_reduce(values, op=dist.ReduceOp.MAX)
     return [float(value) for value in values.tolist()]
+
+
+def mean(seconds: list[float], device: torch.device) -> list[float]:
+    """For each entry the mean over all ranks of the process group; without one, as given."""
+    if not dist.is_initialized():
+        return seconds
+    values = torch.tensor(seconds, dtype=torch.float64, device=device)
+    dist.all_reduce(values)
+    return [float(value) / dist.get_world_size() for value in values.tolist()]
 
 
 def device_name(device: torch.device) -> str:

@@ -81,20 +81,20 @@ def measure(bench: LayerBench, *, degrees: Sequence[int], samples: Sequence[int]
         done += 1
     repeats: dict[tuple[int, int], int] = {}
     bursts: dict[tuple[int, int], list[LayerSeconds]] = {cell: [] for cell in cells}
-    most = {place: bench.selective_call(key, timed[place][-1]) for place, key in enumerate(keys)}
-    again = {place: call for place, call in most.items() if call is not None}
+    most = {place: bench.selective_turns(key, timed[place][-1]) for place, key in enumerate(keys)}
+    again = {place: calls for place, calls in most.items() if calls}
     bursts_again: dict[int, list[LayerSeconds]] = {place: [] for place in again}
     for _ in range(_ROUNDS):
         for cell in cells:
             key, number = keys[cell[0]], cell[1]
             report({"done": done, "total": total, "what": f"time of {key}"})
-            call = bench.call(key, number)
+            calls = bench.turns(key, number)
             if cell not in repeats:
-                repeats[cell] = choose_repeats(call)
-            bursts[cell].append(time_burst(call, repeats[cell]))
+                repeats[cell] = choose_repeats(calls[0])
+            bursts[cell].append(time_burst(calls, repeats[cell]))
             done += 1
-        for place, call in again.items():
-            bursts_again[place].append(time_burst(call, repeats[place, timed[place][-1]]))
+        for place, calls in again.items():
+            bursts_again[place].append(time_burst(calls, repeats[place, timed[place][-1]]))
     report({"done": total, "total": total, "what": "layers"})
     return RankProfile(
         spec=bench.spec,

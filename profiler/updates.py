@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from autopar.cluster import UpdateCost, ZeroCost
 from autopar.comm import seconds
 from autopar.measured import GroupShape, LinkProfile
-from autopar.profiler.clock import slowest, wait_for
+from autopar.profiler.clock import mean, slowest, wait_for
 from autopar.runtime.gradients import HeldParameter, clip_gradients, scale_gradients
 from autopar.runtime.stepping import stand_in
 from autopar.runtime.zero import shard_modules, shard_root
@@ -29,7 +29,8 @@ from autopar.runtime.zero import shard_modules, shard_root
 _ROUNDS = 5
 _FEW, _MANY, _SMALL, _LARGE = 4, 32, 64, 1 << 16
 _UNITS, _WIDTHS, _ROWS = 3, (64, 384), 48
-_MICRO_BATCHES = (8, 24)
+_MICRO_BATCHES = (8, 32)
+_ACTIVATION = (1, 64, 256)
 
 
 def update_costs(mesh: DeviceMesh) -> tuple[UpdateCost, ...]:
@@ -116,43 +117,70 @@ def zero_costs(mesh: DeviceMesh, links: LinkProfile, shape: GroupShape) -> tuple
 def pipeline_call_s(device: torch.device) -> float:
     """What a micro-batch costs a stage beside its layers: the schedule, autograd, a send and a receive each way.
 
-    The slope over micro-batches of a 1F1B step of stages that compute next to nothing, one on each rank.
+    The slope over micro-batches of a 1F1B step, one stage on each rank, less what the same stages take without a
+    pipeline. Where ranks share cores, all their threads count, and no waiting: that is processor time, in seconds of a
+    layer that runs while all ranks compute. Single waits depend on who holds the cores, and say nothing of the work.
     """
     few, many = _MICRO_BATCHES
-    few_s, many_s = _rounds([_pipeline_step(count, device) for count in _MICRO_BATCHES], device)
-    return max(0.0, many_s - few_s) / (many - few)
+    on_cpu = device.type == "cpu"
+    stage = _Stage(device)
+    runs = [stage.pipeline(few), stage.pipeline(many), stage.alone(many - few)]
+    walls = _rounds(runs, device)
+    few_s, many_s, alone_s = _rounds(runs, device, time.process_time, mean) if on_cpu else walls
+    return max(0.0, many_s - few_s - alone_s) / (many - few) * walls[2] / alone_s
 
 
-def _pipeline_step(count: int, device: torch.device) -> Callable[[], object]:
-    from autopar.runtime.pipelining import Pipeline  # half a second, which clusters of one rank need not spend
+class _Stage:
+    """A stage of the rank's own, to be run by itself or by a pipeline over all ranks."""
 
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    shape = (1, 4, 4)
-    pipeline = Pipeline(
-        modules={rank: _Scale(rank == 0, rank == world_size - 1).to(device)},
-        num_stages=world_size,
-        schedule="1f1b",
-        num_micro_batches=count,
-        group=dist.group.WORLD,
-        device=device,
-        hidden_shape=shape,
-        dtype=torch.float32,
-    )
-    batch = {"x": torch.ones(count, *shape[1:], device=device)}
-    return lambda: pipeline.step(batch)
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._rank, self._stages = device, dist.get_rank(), dist.get_world_size()
+        self._module = _Layers(first=self._rank == 0, last=self._rank == self._stages - 1).to(device)
+
+    def pipeline(self, micro_batches: int) -> Callable[[], object]:
+        """A step of so many micro-batches."""
+        from autopar.runtime.pipelining import Pipeline  # half a second, which clusters of one rank need not spend
+
+        pipeline = Pipeline(
+            modules={self._rank: self._module},
+            num_stages=self._stages,
+            schedule="1f1b",
+            num_micro_batches=micro_batches,
+            group=dist.group.WORLD,
+            device=self._device,
+            hidden_shape=_ACTIVATION,
+            dtype=torch.float32,
+        )
+        batch = {"x": self._batch(micro_batches)}
+        return lambda: pipeline.step(batch)
+
+    def alone(self, micro_batches: int) -> Callable[[], object]:
+        """Forward and backward of so many micro-batches."""
+        batch = self._batch(1)
+        hidden = batch.clone().requires_grad_()
+
+        def run() -> None:
+            for _ in range(micro_batches):
+                output = self._module(hidden, x=batch)
+                output.backward(torch.ones_like(output))
+
+        return run
+
+    def _batch(self, samples: int) -> Tensor:
+        return torch.ones(samples, *_ACTIVATION[1:], device=self._device)
 
 
-class _Scale(nn.Module):
-    """A stage of one parameter."""
+class _Layers(nn.Module):
+    """Some layers that keep a core busy for longer than a message takes."""
 
-    def __init__(self, first: bool, last: bool) -> None:
+    def __init__(self, *, first: bool, last: bool) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(()))
+        self.layers = _unit(_ACTIVATION[-1])
         self.first, self.last = first, last
 
     def forward(self, hidden: Tensor, x: Tensor) -> Tensor:
-        scaled = (x if self.first else hidden) * self.weight
-        return scaled.sum() if self.last else scaled
+        out: Tensor = self.layers(x if self.first else hidden)
+        return out.sum() if self.last else out
 
 
 def _unit(width: int) -> nn.Module:
@@ -170,16 +198,21 @@ def _pass(module: nn.Module, width: int, rows: int, device: torch.device) -> Cal
     return run
 
 
-def _rounds(runs: list[Callable[[], Any]], device: torch.device) -> list[float]:
+def _rounds(
+    runs: list[Callable[[], Any]],
+    device: torch.device,
+    clock: Callable[[], float] = time.perf_counter,
+    over_ranks: Callable[[list[float], torch.device], list[float]] = slowest,
+) -> list[float]:
     """Median seconds of each function on the slowest rank; in each round every function has its turn."""
     times: list[list[float]] = [[] for _ in runs]
     for round_ in range(_ROUNDS + 1):
         for number, run in enumerate(runs):
             dist.barrier()
             wait_for(device)
-            started = time.perf_counter()
+            started = clock()
             run()
             wait_for(device)
             if round_:  # the first warms up
-                times[number].append(time.perf_counter() - started)
-    return [median(slowest(found, device)) for found in times]
+                times[number].append(clock() - started)
+    return [median(over_ranks(found, device)) for found in times]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.errors import InputError
 from autopar.measured import LayerCost, Line, ModelFile
+from autopar.profiler import timing
 from autopar.profiler.layers import LayerBench, LayerKey
 from autopar.profiler.models import profile_model
 from autopar.profiler.rank import layer_bytes
@@ -209,6 +210,33 @@ def test_fit() -> None:
     assert all(fit((1, 2, 4), (5, 5, 14)).at(n) >= v for n, v in zip((1, 2, 4), (5, 5, 14), strict=True))
     with pytest.raises(ValueError, match="as many"):
         fit((1,), ())
+
+
+def test_equal_blocks_take_turns_in_a_burst() -> None:
+    model = build_model(LLAMA)
+    bench = LayerBench(model, sequence=SEQUENCE)
+    calls = bench.turns(LayerKey(kind="block"), 2)
+    assert [call.module for call in calls] == list(model.get_submodule("model.layers"))
+    assert [len(bench.turns(LayerKey(kind=kind), 2)) for kind in ("embed", "head")] == [1, 1]
+    ran: list[int] = []
+    for number, call in enumerate(calls):
+        call.module.register_forward_hook(lambda *_, number=number: ran.append(number))
+    timing.time_burst(calls, 5)
+    assert ran == [0, 0, 1, 2, 0, 1]  # the first once more, for the shape of its gradient
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_burst_lasts_from_the_first_start_to_the_last_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = LayerBench(build_model(LLAMA), sequence=SEQUENCE).turns(LayerKey(kind="block"), 1)
+
+    def burst_s(others: Callable[[list[float]], list[float]]) -> float:
+        monkeypatch.setattr(timing, "slowest", lambda seconds, device: others(seconds))
+        found = timing.time_burst(calls, 2)
+        return 2 * (found.forward_s + found.backward_s)
+
+    # Another rank began half a second before this one, or has a clock that began a day earlier.
+    assert 0.5 < burst_s(lambda own: [own[0], own[1] + 0.5, 5.0]) < 5.0
+    assert burst_s(lambda own: [own[0] + 86400, own[1], 5.0]) == pytest.approx(5.0)
 
 
 @pytest.mark.parametrize("source", [LLAMA, pytest.param(GPT2, marks=pytest.mark.slow)])
