@@ -44,6 +44,8 @@ def upper_bound(
         # may share its bucket with one of fewer shards, at the least 2.
         copied = 0 if grads >= BUCKET_BYTES else grads + -(-grads // 2)
         state += max(0, grads + copied - kept - counted)
+    if unit.summed and grads < 2 * BUCKET_BYTES:
+        state += max(0, 2 * grads - kept - counted)
     # While the layer itself works backwards its gradients are there beside its saved sets.
     own = unit.share(grads) - counted
     around = before_bytes + after_bytes
@@ -60,6 +62,8 @@ def upper_bound(
     ]
     if unit.zero == 1 and grads >= BUCKET_BYTES:
         moments.append(2 * (BUCKET_BYTES + BUCKET_BYTES // unit.shards))
+    if unit.summed and grads >= 2 * BUCKET_BYTES:
+        moments.append(2 * BUCKET_BYTES)
     if optimizer in OFFLOADED.values():
         moments.append(BUCKET_BYTES)
     if unit.recompute:

@@ -23,9 +23,10 @@ class Unit:
     """One layer on one rank: bytes, whole after tp where not said otherwise; activations of one micro-batch.
 
     shards: over how many ranks ZeRO cuts it (ZeRO-1 the optimizer's states alone); relayout: its input arrives in
-    another layout than its own; widening: bytes of a summed gradient or of what the optimizer steps for each byte of
-    the parameter that works (2 under mixed precision); traced_later_bytes: as LayerCost.later_backward_peak_bytes. The
-    saved set of a selective recompute is what is left of it.
+    another layout than its own; summed: replicas sum its gradients, through copies in buckets; widening: bytes of a
+    summed gradient or of what the optimizer steps for each byte of the parameter that works (2 under mixed precision);
+    traced_later_bytes: as LayerCost.later_backward_peak_bytes. The saved set of a selective recompute is what is left
+    of it.
     """
 
     zero: int
@@ -40,6 +41,7 @@ class Unit:
     forward_peak_bytes: int
     backward_peak_bytes: int
     relayout: bool = False
+    summed: bool = False
     traced_later_bytes: int | None = None
     widening: int = 1
 
@@ -70,6 +72,7 @@ class Unit:
             backward_peak_bytes=ceil(max(0.0, cost.backward_peak_bytes.at(samples))),
             traced_later_bytes=None if later is None else ceil(max(0.0, later.at(samples))),
             relayout=relayout,
+            summed=strategy.zero == 0 and strategy.dp * strategy.sp * strategy.cp > 1,
             widening=widening(dtype),
         )
 

@@ -92,6 +92,8 @@ def walk_stages(
     rows_bytes = sum(unit.optimizer_share(unit.gradient_bytes) for unit in scattered)
     ledger.look(0, _bucket_bytes(scattered, sum(unit.gradient_bytes for unit in scattered), 1))
     ledger.add("gradients", rows_bytes - sum(unit.gradient_bytes for unit in scattered))
+    # Then replicas sum theirs: one bucket travels while the next is filled.
+    ledger.look(0, min(2 * BUCKET_BYTES, sum(unit.gradient_bytes for unit in every if unit.summed)))
     ledger.look(max(unit.temporary_bytes(optimizer) for unit in every))
     if optimizer in OFFLOADED.values():
         # Gradients go to host memory in buckets, and parameters come so from there.

@@ -101,8 +101,7 @@ def _embedding(
     first = body.structure.block(body.model, 0)
     _run(lambda: body.model(**batch), [first.register_forward_pre_hook(leave, with_kwargs=True)])
     (hidden,) = seen
-    direction = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(7)).to(hidden)
-    grads = _gradients((hidden * direction).sum(), list(named.values()))
+    grads = _gradients((hidden * _noise(hidden)).sum(), list(named.values()))
     return EndValues(
         dtype=hidden.dtype, output=hidden.detach(), inward=None, gradients=dict(zip(named, grads, strict=True))
     )
@@ -115,8 +114,7 @@ def _head(
 
     def enter(module: nn.Module, args: Any, output: Any) -> Any:
         hidden = body.structure.forms[-1].hidden_in(output)
-        noise = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(7)).to(hidden)
-        entered.append(noise.requires_grad_())
+        entered.append(_noise(hidden).requires_grad_())
         return (entered[0], *output[1:]) if body.structure.forms[-1].output_length else entered[0]
 
     last = body.structure.block(body.model, -1)
@@ -125,6 +123,12 @@ def _head(
     inward, *grads = _gradients(total, [entered[0], *named.values()])
     gradients = dict(zip(named, grads, strict=True))
     return EndValues(dtype=entered[0].dtype, output=total.detach(), inward=inward, gradients=gradients)
+
+
+def _noise(like: Tensor) -> Tensor:
+    """Random numbers, the same each time; fake where `like` is, which a mere `to` would leave real."""
+    numbers = torch.randn(like.shape, generator=torch.Generator().manual_seed(7))
+    return torch.empty_like(like, requires_grad=False).copy_(numbers)
 
 
 def _run(forward: Callable[[], Any], handles: Sequence[Any]) -> Any:

@@ -89,6 +89,21 @@ def test_zero_1_holds_a_bucket_beside_whole_gradients_at_the_end() -> None:
     assert peak.parts_bytes["gradients"] == 100
 
 
+def test_replicas_sum_their_gradients_through_a_copy_of_two_buckets_at_most() -> None:
+    """Few bytes lie twice in one bucket at the end; of 64 MiB in three layers each, two buckets of 4 MiB do."""
+    idle = replace(PLAIN, input_bytes=0, output_bytes=0, saved_bytes=0, forward_peak_bytes=0, backward_peak_bytes=100)
+    alone, summed = (
+        walk([replace(idle, summed=summed)], actions("1f1b", 1, 0, 1), optimizer="adamw") for summed in (False, True)
+    )
+    assert alone.peak_bytes == 100 + 200 + 100 + 2 * 20
+    assert summed.peak_bytes == 100 + 200 + 100 + 100
+    size = 64 << 20
+    big = replace(idle, summed=True, parameter_bytes=size, trainable_bytes=size, backward_peak_bytes=size)
+    assert walk([big] * 3, actions("1f1b", 1, 0, 1), optimizer="adamw").peak_bytes == 3 * 4 * size + (8 << 20)
+    bound = upper_bound(big, optimizer="adamw", steady=True)
+    assert 3 * bound.state_bytes + bound.transient_bytes >= 3 * 4 * size + (8 << 20)
+
+
 def test_a_bucket_of_zero_1_is_of_a_size_that_models_do_not_change() -> None:
     """Of 64 MiB in each of three layers 4 MiB are copied, and each rank's quarter of a bucket has come before."""
     size = 64 << 20
@@ -180,6 +195,7 @@ def units(draw: st.DrawFn) -> Unit:
         forward_peak_bytes=draw(small),
         backward_peak_bytes=draw(small),
         relayout=draw(st.booleans()),
+        summed=zero == 0 and draw(st.booleans()),
     )
 
 

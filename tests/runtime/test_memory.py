@@ -30,6 +30,12 @@ PLANS: dict[str, tuple[list[str], dict[str, Any]]] = {
     "kept whole between": (["dp4-z2"] * 6, {}),
     "tensor parallel": (["dp4", "tp4", "tp4", "dp2-tp2", "dp2-tp2", "dp4-z3"], {}),
     "all mixed, recomputed": (["dp4-z3", "dp2-z3-tp2", "tp4s-r", "dp4-z2-r", "dp4-r", "dp4-z3"], {"micro_batches": 2}),
+    "hybrid sharded": (["dp4-z3-h2", "dp4-z3-h2", "dp4-z2-h2", "dp4-z1-h2", "dp4-z3-h2-r", "dp4-z3-h2"], {}),
+    "sequence cut for the heads": (["dp4", "dp2-sp2", "dp2-z3-sp2", "dp2-sp2", "dp2-sp2-r", "dp4-z3"], {}),
+    "sequence cut for the context": (["dp4", "dp2-cp2", "dp2-z3-cp2", "cp4", "dp2-cp2-r", "dp4-z3"], {}),
+    "words cut": (["dp2-tp2", "dp4", "dp4-z3", "dp2-tp2", "tp4", "tp4"], {"micro_batches": 2}),
+    "half precision": (["dp4-z3", "dp4-r", "dp2-tp2", "tp4s", "dp4-z3", "dp4"], {"dtype": "bfloat16"}),
+    "recomputed": (["dp4", *["dp4-r"] * 4, "dp4"], {"micro_batches": 2}),
     "selective": (["dp4", "dp4-rs", "dp4-z3-rs", "dp4-z2-rs", "dp4-z1-rs", "dp4"], {"micro_batches": 2}),
     "selective, tensor parallel": (["dp4-z3", "tp4-rs", "dp2-tp2-rs", "tp4s-rs", "dp2-z3-tp2-rs", "dp4-z3"], {}),
     "selective everywhere": (["dp4-z3", *["dp4-z3-rs"] * 4, "dp4-z3"], {"micro_batches": 2}),
@@ -70,6 +76,11 @@ PLANS: dict[str, tuple[list[str], dict[str, Any]]] = {
 SEVERAL = ("two stages a rank", "looped-bfs", "interleaved-zero-bubble", "zbv", "dualpipev")
 SLOW = (
     "selective, tensor parallel",
+    "hybrid sharded",
+    "words cut",
+    "half precision",
+    "sequence cut for the heads",
+    "sequence cut for the context",
     *SEVERAL,
     "kept whole between",
     "two filled stages",
@@ -78,10 +89,16 @@ SLOW = (
 )
 
 
-@pytest.fixture(scope="module")
-def measured() -> ModelFile:
+MISSED = {
+    "all mixed, recomputed": "predicted 3.6 % too high: a recomputed forward ends before its last product",
+    "interleaved-zero-bubble": "predicted 3.7 % too low: what the second half of a backward needs is assumed",
+}
+
+
+@cache
+def measured(dtype: str) -> ModelFile:
     """The profile of the model, memory traced in this process."""
-    return profile(build_model(SOURCE), sequence=SEQUENCE, tp_degrees=(2, 4), samples=(1, 2))
+    return profile(build_model(SOURCE, dtype=dtype), sequence=SEQUENCE, tp_degrees=(2, 4), samples=(1, 2))
 
 
 @pytest.fixture(scope="module")
@@ -103,15 +120,14 @@ Tracked = Callable[[str], tuple[Plan, list[int]]]
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in PLANS])
-def test_predicted_peak_is_within_five_percent_of_the_tracked_one(
-    name: str, measured: ModelFile, tracked: Tracked
-) -> None:
+def test_predicted_peak_is_within_three_percent_of_the_tracked_one(name: str, tracked: Tracked) -> None:
     plan, peaks_bytes = tracked(name)
+    profiled = measured(plan.request.dtype)
     width = plan.mesh.ranks_per_stage
     for rank, peak_bytes in enumerate(peaks_bytes):
-        predicted = rank_memory(plan, rank // width, measured.model, measured.layers)
+        predicted = rank_memory(plan, rank // width, profiled.model, profiled.layers)
         error = predicted.peak_bytes / peak_bytes - 1
-        most = 0.03 if name.startswith("selective") else 0.05
+        most = 0.05 if name in MISSED else 0.03
         assert abs(error) <= most, f"rank {rank}: {predicted} against {peak_bytes} ({error:+.1%})"
 
 
