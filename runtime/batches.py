@@ -132,15 +132,20 @@ def max_sequence(model: nn.Module) -> int | None:
 def example_batch(model: nn.Module, *, samples: int, sequence: int, seed: int = 0) -> dict[str, Tensor]:
     """A random batch that the model takes: ids [samples, sequence], or images or spectra of its config, and labels.
 
-    A model with a method `example_batch(samples, sequence)` is asked for it. The same arguments give the same batch.
+    A model with a method `example_batch(samples, sequence)` is asked for it. Images and the like have the dtype of the
+    model. The same arguments give the same batch.
     Raises InputError when nothing can be made up (then only the user knows its input) or the sequence is longer than
     its config allows.
     """
     own = getattr(model, "example_batch", None)
+    kind = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     if callable(own):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            return dict(own(samples, sequence))
+            return {
+                name: value.to(kind) if value.is_floating_point() else value
+                for name, value in own(samples, sequence).items()
+            }
     generator = torch.Generator().manual_seed(seed)
     images = is_hugging_face(model) and not takes_words(model)
     given = made_up_inputs(model, samples=samples, generator=generator) if images else {}

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from autopar.axes import Layout, RankMesh
+from autopar.axes import Layout, Placement, RankMesh
 from autopar.plan import Plan
 from autopar.runtime.arguments import replace_argument, tensor_arguments
 from autopar.runtime.groups import RankGroups
@@ -29,7 +29,8 @@ def attach_relayouts(body: StageBody, plan: Plan, groups: RankGroups) -> None:
     blocks = body.blocks()
     move = _Move(mesh=mesh, side=body.side_inputs, group_of=lambda axis: groups.along((axis,)))
     for number, block in blocks.items():
-        layout = mesh.place(plan.strategies[number + 1]).layout
+        placed = mesh.place(plan.strategies[number + 1])
+        layout = placed.layout
         if number in structure.starts:
             before = mesh.boundary
         leaves = number + 1 in structure.starts or number + 1 not in blocks
@@ -38,7 +39,7 @@ def attach_relayouts(body: StageBody, plan: Plan, groups: RankGroups) -> None:
         if before != layout or layout.batch != mesh.boundary.batch:
             block.register_forward_pre_hook(_entry(move, number, form, before, layout), with_kwargs=True)
         if after != layout or layout.batch != mesh.boundary.batch:
-            block.register_forward_hook(_exit(move, form, layout, after))
+            block.register_forward_hook(_exit(move, form, placed, after))
         before = layout
 
 
@@ -58,13 +59,20 @@ class _Move:
         gives its part of the gradient, which outside is summed over all ranks."""
         return share_gradient(x, self.mesh.size(self._apart(target))) if x.requires_grad else x
 
-    def out(self, x: Tensor, source: Layout, batch_dim: int | None) -> Tensor:
-        """What a block returns beside the hidden state. Without samples, those that share the block's samples add up
-        the gradients of their users."""
-        boundary = self.mesh.boundary.batch
+    def out(self, x: Tensor, source: Placement, batch_dim: int | None) -> Tensor:
+        """What a block returns beside the hidden state.
+
+        Without samples, the ranks that share the block's samples add up the gradients of their users. Those that share
+        a sequence do not: their parts of a gradient are added up where it arrives, at parameters and side inputs, so
+        each gives what its own users gave, and of a gradient that all of them have, its share.
+        """
+        boundary, parts = self.mesh.boundary.batch, (*source.sp, *source.cp)
         if batch_dim is not None:
-            return relayout(x, Layout(batch=source.batch), Layout(batch=boundary), self.group_of, batch_dim=batch_dim)
-        return sum_gradient(x, [self.group_of(axis) for axis in self._apart(source)]) if x.requires_grad else x
+            x = share_gradient(x, self.mesh.size(parts)) if parts and x.requires_grad else x
+            batch = Layout(batch=source.layout.batch)
+            return relayout(x, batch, Layout(batch=boundary), self.group_of, batch_dim=batch_dim)
+        whole = [self.group_of(axis) for axis in self._apart(source.layout) if axis not in parts]
+        return sum_gradient(x, whole) if whole and x.requires_grad else x
 
     def _apart(self, layout: Layout) -> tuple[str, ...]:
         """The axes along which the ranks share samples in a layout, and do not at the boundary."""
@@ -86,11 +94,11 @@ def _entry(move: _Move, number: int, form: BlockForm, source: Layout, target: La
     return hook
 
 
-def _exit(move: _Move, form: BlockForm, source: Layout, target: Layout) -> Any:
+def _exit(move: _Move, form: BlockForm, source: Placement, target: Layout) -> Any:
     dims = dict(form.batch_outputs)
 
     def hook(module: nn.Module, args: Any, output: Any) -> Any:
-        moved = move.hidden(form.hidden_in(output), source, target)
+        moved = move.hidden(form.hidden_in(output), source.layout, target)
         if not form.output_length:
             return moved
         sides = enumerate(output[1:], start=1)

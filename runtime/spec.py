@@ -12,7 +12,7 @@ from autopar.axes import prime_factors
 from autopar.errors import InputError
 from autopar.model import LayerKind, ModelSpec
 from autopar.runtime.arguments import argument
-from autopar.runtime.structure import BlockInputs, Probe, Structure, fingerprint, parameters_of
+from autopar.runtime.structure import BlockInputs, Probe, fingerprint, parameters_of
 
 if TYPE_CHECKING:
     from autopar.runtime.tensor_parallel import Derivation
@@ -66,8 +66,7 @@ def describe(
                 tp_reason=derivation.reason if derivation else reason,
                 sequence_norms=_sequence_norms(derivation, max_tp),
                 attention=derivation.attention if derivation else None,
-                sequence_reason=_learned(structure, number)
-                or ((derivation.why_no_cut_sequence() or "") if derivation else ""),
+                sequence_reason=(derivation.why_no_cut_sequence() or "") if derivation else "",
                 tokens=_own_tokens(inputs, structure.forms[first].hidden, found.tokens),
             )
         )
@@ -104,21 +103,6 @@ def _own_tokens(inputs: BlockInputs, hidden: int | str, tokens: int | None) -> i
     """The tokens of a block's hidden state where they are not those of the batch, otherwise 0."""
     shape = argument(inputs.args, inputs.kwargs, hidden).shape
     return 0 if len(shape) < 3 or shape[1] == tokens else int(shape[1])
-
-
-def _learned(structure: Structure, number: int) -> str:
-    """Why the sequence of a kind of block is not cut where blocks learn from each other beside the hidden state.
-
-    The ranks that share a sequence have parts of the gradient of such a tensor, and nothing sums them up.
-    """
-    forms = [form for form, kind in zip(structure.forms, structure.kinds, strict=True) if kind == number]
-    keys = dict.fromkeys(key for form in forms for key in form.learned)
-    if keys:
-        named = ", ".join(key if isinstance(key, str) else f"argument {key}" for key in keys)
-        return f"it takes {named}, which other layers compute from their parameters"
-    if any(form.learned for form in structure.forms) and any(form.output_length > 1 for form in forms):
-        return "other layers may take what it returns beside the hidden state, and learn by it"
-    return ""
 
 
 def _sequence_norms(derivation: Derivation | None, max_tp: int) -> bool:

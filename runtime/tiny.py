@@ -7,8 +7,11 @@ from math import lcm
 
 from torch import nn
 
+from autopar.errors import InputError
 from autopar.plan import Plan
+from autopar.runtime.batches import example_batch
 from autopar.runtime.hugging_face import SPECIAL_TOKENS, is_hugging_face
+from autopar.runtime.losses import loss_of
 from autopar.runtime.models import build_model
 from autopar.runtime.source import canonical_source
 from autopar.runtime.structure import fingerprint
@@ -22,26 +25,27 @@ _WIDTHS = (
 )  # fmt: skip
 """The names that configs have for the width of an MLP."""
 
-_HEAD_WIDTH, _VOCABULARY, _SEQUENCE = 8, 96, 16
+_HEAD_WIDTH, _VOCABULARY, _SEQUENCE, _TRIED_TOKENS = 8, 96, 16, 8
 
 
 def tiny_plan(plan: Plan) -> Plan:
     """The same plan for a tiny replica of its model and batch, without prediction and certificate.
 
     Layers, heads, stages, schedule and strategies stay; a micro-batch keeps one sample a rank. It runs on CPU, which
-    is always there, in float32, whose rounding is smaller than any error of a plan. A model that is not from a Hugging
-    Face config has no widths to set, and is taken as it is.
+    is always there, in `exact_dtype`. A model that is not from a Hugging Face config has no widths to set, and is
+    taken as it is.
     """
     tp = max(strategy.tp for strategy in plan.strategies)
     source = tiny_source(plan.model.source, tp=tp)
-    model = build_model(source, device="meta")
+    dtype = exact_dtype(source)
+    model = build_model(source, device="meta", dtype=dtype)
     cut = lcm(*(strategy.sequence_pieces for strategy in plan.strategies))
     sequence = min(plan.request.sequence, max(1, _SEQUENCE // cut) * cut)
     request = replace(
         plan.request,
         global_batch=plan.num_micro_batches * plan.mesh.ranks_per_stage,
         sequence=sequence,
-        dtype="float32",
+        dtype=dtype,
     )
     return replace(
         plan,
@@ -51,6 +55,23 @@ def tiny_plan(plan: Plan) -> Plan:
         predicted=None,
         certificate=None,
     )
+
+
+def exact_dtype(source: str) -> str:
+    """float64 where the model runs in it, otherwise float32: the dtype in which a replica is compared.
+
+    In float64 a gradient that is zero in exact arithmetic (of a bias of keys) is 1e-16 of the others, so that nothing
+    wrong passes for rounding. torch.nn.functional.grouped_mm, for one, has no float64.
+    """
+    try:
+        model = build_model(source, dtype="float64").eval()
+        output = model(**example_batch(model, samples=2, sequence=_TRIED_TOKENS))
+        loss = loss_of(output)
+        if loss is not None:
+            loss.backward()
+    except (RuntimeError, TypeError, InputError):
+        return "float32"
+    return "float64"
 
 
 def tiny_source(source: str, *, tp: int) -> str:

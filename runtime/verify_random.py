@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from autopar.errors import AutoparError, InputError, RunError
@@ -14,7 +14,7 @@ from autopar.runtime.launch import Progress, launch
 from autopar.runtime.models import build_model, import_model
 from autopar.runtime.probing import probe
 from autopar.runtime.spec import describe
-from autopar.runtime.tiny import tiny_source
+from autopar.runtime.tiny import exact_dtype, tiny_source
 from autopar.runtime.verify import Comparison, compare, worst_of
 
 _PLAN_TIMEOUT_S, _START_TIMEOUT_S = 120.0, 180.0
@@ -37,13 +37,15 @@ def draw_plans(source: str, *, nproc: int, count: int, seed: int) -> tuple[Plan,
     Raises InputError where the model cannot be run so.
     """
     tiny = tiny_source(source, tp=nproc)
-    model = build_model(tiny)
+    dtype = exact_dtype(tiny)
+    model = build_model(tiny, dtype=dtype)
     found = probe(model, example_batch(model, samples=_PROBE_SAMPLES, sequence=_PROBE_TOKENS))
     spec = describe(model, found, source=tiny, name="random", max_tp=nproc).spec
     try:
-        return tuple(random_plan(spec, world=nproc, seed=seed, number=number) for number in range(count))
+        drawn = [random_plan(spec, world=nproc, seed=seed, number=number) for number in range(count)]
     except ValueError as error:
         raise InputError("no plan can be drawn", why=str(error), fix="take another number of processes") from error
+    return tuple(replace(plan, request=replace(plan.request, dtype=dtype)) for plan in drawn)
 
 
 def verify_random(

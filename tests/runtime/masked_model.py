@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -76,3 +77,36 @@ class Attending(nn.Module):
 
 def attending(width: int = 32, blocks: int = 4, drops: bool = False) -> Attending:
     return Attending(width, blocks, drops)
+
+
+class HandingBlock(AttendingBlock):
+    """Gates its attention by a vector of each sample, and hands on what it made of the vector."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.gate = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, side: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        side = side + torch.tanh(self.gate(side))
+        return x + super().forward(x) * side, side
+
+
+class Handing(nn.Module):
+    """Its blocks learn from each other by a vector of each sample, [samples, 1, width], beside the hidden state."""
+
+    def __init__(self, width: int, blocks: int) -> None:
+        super().__init__()
+        self.tokens, self.sides = nn.Embedding(64, width), nn.Embedding(64, width)
+        self.blocks = nn.ModuleList(HandingBlock(width) for _ in range(blocks))
+        self.head = nn.Linear(width, 64)
+
+    def forward(self, ids: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        x, side = self.tokens(ids), self.sides(ids[:, :1])
+        for block in self.blocks:
+            x, side = block(x, side)
+        logits = self.head(x * side)
+        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def build_handing(width: int = 32, blocks: int = 4) -> Handing:
+    return Handing(width, blocks)

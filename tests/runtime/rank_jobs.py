@@ -169,6 +169,22 @@ def _side_gradients_apart(parallel: ParallelModel) -> None:
     _patch(autopar.runtime.moving, "sum_gradient", lambda x, groups: x)
 
 
+def _side_gradients_twice(parallel: ParallelModel) -> None:
+    """Ranks that share a sequence add up the gradient of what a block makes beside the hidden state at once, too."""
+    out = autopar.runtime.moving._Move.out
+
+    def wrong(self: Any, x: torch.Tensor, source: Any, batch_dim: int | None) -> torch.Tensor:
+        return out(self, x, dataclasses.replace(source, sp=(), cp=()), batch_dim)
+
+    _patch(autopar.runtime.moving._Move, "out", wrong)
+
+
+def _little_where_zero(parallel: ParallelModel) -> None:
+    """The gradient of the first bias of keys, zero in exact arithmetic, is 1e-9."""
+    entry = next(e for e in parallel.held if e.name.endswith("key.bias"))
+    entry.parameter.register_hook(lambda grad: grad + 1e-9)
+
+
 _PLANTS = {
     "average": _average_one_layer,
     "sharded average": _average_one_sharded_layer,
@@ -179,6 +195,9 @@ _PLANTS = {
     "mean of means": _mean_of_means,
     "side gradients whole": _side_gradients_whole,
     "side gradients apart": _side_gradients_apart,
+    "side gradients twice": _side_gradients_twice,
+    "side gradients of samples twice": _side_gradients_twice,
+    "a little where zero": _little_where_zero,
 }
 _patched: list[tuple[Any, str, Any]] = []
 

@@ -112,6 +112,7 @@ def test_eight_layers_with_eight_strategies_on_eight_ranks(ranks: Ranks) -> None
 
 
 MASKED = "tests/runtime/masked_model.py:build"
+HANDING = "tests/runtime/masked_model.py:build_handing"
 T5 = "T5Config(d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, vocab_size=64)"
 FAULTS: dict[str, tuple[str, list[str]]] = {
     "average": (LLAMA4, ["dp4"] * 6),
@@ -122,12 +123,17 @@ FAULTS: dict[str, tuple[str, list[str]]] = {
     "mean of means": (LLAMA4, ["dp4"] * 6),
     "side gradients whole": (T5, ["dp4", "dp4", "dp2-tp2", "dp4", "tp4", "dp4"]),
     "side gradients apart": (T5, ["dp4", "dp2-tp2", "dp4", "tp4", "dp4", "dp4"]),
+    "side gradients twice": (T5, ["dp4", "dp2-sp2", "tp2-cp2", "dp4", "dp4", "dp4"]),
+    "side gradients of samples twice": (HANDING, ["dp4", "dp2-cp2", "tp2-sp2", "dp4", "dp4", "dp4"]),
 }
 PLACES = {"average": {"0"}, "sharded average": {"0"}, "no norm reduction": {"0", "2"}}
 """The layers that may be named, where the fault is in one."""
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+SLOW_FAULTS = ("side gradients of samples twice",)
+
+
+@pytest.mark.parametrize("fault", [pytest.param(f, marks=[pytest.mark.slow] * (f in SLOW_FAULTS)) for f in FAULTS])
 def test_planted_fault_is_caught(fault: str, ranks: Ranks) -> None:
     source, strategies = FAULTS[fault]
     found = ranks("compare_with_one_process", 4, source=source, strategies=strategies, plant=fault, steps=1)
@@ -138,3 +144,32 @@ def test_planted_fault_is_caught(fault: str, ranks: Ranks) -> None:
 
 def test_a_mask_beside_the_hidden_state_is_laid_out_with_it(ranks: Ranks) -> None:
     check(ranks("compare_with_one_process", 4, source=MASKED, strategies=FAULTS["local mask"][1], steps=1))
+
+
+BERT = (
+    "BertConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=64, "
+    "max_position_embeddings=64)"
+)
+
+
+def test_a_gradient_of_zero_is_zero_in_float64(ranks: Ranks) -> None:
+    """The biases of BERT's keys, also for the check of a block under a cut sequence; 1e-9 there is caught."""
+    job = {"source": BERT, "strategies": ["dp2", "sp2", "cp2", "dp2"], "dtype": "float64", "steps": 1}
+    check(ranks("compare_with_one_process", 2, **job))
+    for found in ranks("compare_with_one_process", 2, plant="a little where zero", **job):
+        assert found["parameter"].endswith("encoder.layer.0.attention.self.key.bias"), found
+        assert found["gradient"] > 10 * GRADIENT_TOLERANCE, found
+
+
+SIDES = {
+    "parts of a sequence": (HANDING, ["dp4", "tp2-sp2", "dp2-z3-cp2", "dp2-tp2s", "sp4", "dp4-z3"]),
+    "biases made, taken and handed on": (T5, ["dp4-z3", "dp2-z3-sp2", "tp2-cp2", "dp4", "tp4", "dp4-z3"]),
+    "biases between parts": (T5, ["dp4", "sp2-cp2", "dp2-tp2", "dp4", "tp4", "dp4"]),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SIDES)
+def test_blocks_learn_from_each_other_beside_the_hidden_state(name: str, ranks: Ranks) -> None:
+    source, strategies = SIDES[name]
+    check(ranks("compare_with_one_process", 4, source=source, strategies=strategies, steps=2, sequence=16))

@@ -1,4 +1,4 @@
-"""The tiny replica that `verify` runs: the same plan, on CPU in float32, small enough for one machine."""
+"""The tiny replica that `verify` runs: the same plan, on CPU in float64, small enough for one machine."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def test_the_replica_keeps_the_plan_and_shrinks_the_model() -> None:
     plan = plan_of(LARGE, "bfloat16")
     tiny = tiny_plan(plan)
     assert (tiny.strategies, tiny.mesh, tiny.num_micro_batches) == (plan.strategies, plan.mesh, 2)
-    assert (tiny.cluster.device, tiny.request.dtype, tiny.request.global_batch) == ("cpu", "float32", 4)
-    model = build_model(tiny.model.source)
+    assert (tiny.cluster.device, tiny.request.dtype, tiny.request.global_batch) == ("cpu", "float64", 4)
+    model = build_model(tiny.model.source, dtype="float64")
     assert sum(p.numel() for p in model.parameters()) < SMALL_PARAMETERS
     assert fingerprint(model) == tiny.model.fingerprint
     assert model.config.num_attention_heads == 8  # type: ignore[union-attr]
@@ -46,8 +46,13 @@ def test_the_replica_keeps_the_plan_and_shrinks_the_model() -> None:
 
 def test_a_small_model_is_taken_as_it_is() -> None:
     plan = plan_of(SMALL, "float32")
-    assert tiny_plan(plan).model == plan.model
-    assert replace(tiny_plan(plan), cluster=plan.cluster, request=plan.request) == plan
+    assert tiny_plan(plan).model.source == plan.model.source
+    assert replace(tiny_plan(plan), cluster=plan.cluster, request=plan.request, model=plan.model) == plan
+
+
+def test_what_does_not_run_in_float64_is_compared_in_float32() -> None:
+    experts = f"MixtralConfig({SMALL[len('LlamaConfig(') : -1]}, num_local_experts=4)"
+    assert tiny_plan(plan_of(experts, "bfloat16")).request.dtype == "float32"
 
 
 @pytest.mark.slow
