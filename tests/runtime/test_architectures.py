@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 import pytest
+import torch
 
 from autopar.axes import RankMesh
 from autopar.legality import why_illegal, why_pipeline_not_runnable
@@ -19,6 +20,7 @@ from autopar.runtime.models import build_model
 from autopar.runtime.probing import probe
 from autopar.runtime.spec import describe
 from autopar.runtime.tiny import exact_dtype
+from autopar.runtime.train import LEARNING_RATE, MAX_NORM
 from autopar.runtime.verify_random import draw_plans
 from autopar.strategy import Strategy
 from tests.runtime.test_equality import check
@@ -29,7 +31,6 @@ _COMMON = (
     "hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, vocab_size=64, "
     "max_position_embeddings=64"
 )
-_IMAGES = "image_size=16, num_labels=5"
 MODELS = {
     "llama": f"LlamaConfig({_COMMON}, num_key_value_heads=2)",
     "qwen2": f"Qwen2Config({_COMMON}, num_key_value_heads=2)",
@@ -52,16 +53,17 @@ MODELS = {
     "bert": f"BertConfig({_COMMON})",
     "bert classifier": f"BertForSequenceClassification({_COMMON}, num_labels=3)",
     "vit": "ViTConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, patch_size=4, "
-    f"{_IMAGES})",
-    "swin": f"SwinConfig(embed_dim=16, depths=[2, 2], num_heads=[2, 4], window_size=2, patch_size=2, {_IMAGES})",
+    "image_size=12, num_labels=5)",
+    "swin": "SwinConfig(embed_dim=16, depths=[2, 2], num_heads=[2, 4], window_size=2, patch_size=2, image_size=16, "
+    "num_labels=5)",
     "t5": "T5Config(d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, vocab_size=64)",
     "whisper": "WhisperConfig(d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, "
     "decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48, vocab_size=64, num_mel_bins=8, "
     "max_source_positions=12, max_target_positions=32, pad_token_id=0, bos_token_id=1, eos_token_id=2, "
     "decoder_start_token_id=1)",
     "nn.TransformerEncoder": "tests/runtime/encoder_model.py:build",
-    "plain vit": "examples/vit.py:build(image=8, patch=2, width=32, heads=4, blocks=3)",
-    "plain gpt": "examples/gpt.py:build(width=32, heads=4, blocks=4, vocab=64, context=16)",
+    "plain vit": "examples/vit.py:build(image=6, patch=2, width=32, heads=4, blocks=3)",
+    "plain gpt": "examples/gpt.py:build(width=32, heads=4, blocks=4, vocab=64, context=32)",
 }
 PARTS = ("dp2", "dp2-z1", "dp2-z2", "dp2-z3", "dp2-z3-r", "tp2", "tp2-r", "tp2s", "sp2", "cp2")
 CHAINS = ("swin", "t5", "whisper")
@@ -131,6 +133,22 @@ def test_each_part_alone_equals_one_process(name: str, ranks: Ranks) -> None:
 @pytest.mark.parametrize(("name", "size"), RANDOM)
 def test_random_plans_equal_one_process(name: str, size: int, ranks: Ranks) -> None:
     agree(list(draw_plans(MODELS[name], nproc=size, count=1, seed=size)), ranks, size)
+
+
+@pytest.mark.slow
+def test_a_run_on_random_images_has_the_losses_of_a_plain_loop(ranks: Ranks) -> None:
+    """New images with new labels in each step: there is nothing to learn, and the loss wanders around log(classes)."""
+    strategies = ["dp2-z3", "tp2", "dp2-z3-r", "sp2", "dp2", "dp2-z3"]
+    found = ranks("train", 2, source=MODELS["vit"], strategies=strategies, steps=6, micro_batches=2)[0]["losses"]
+    model = build_model(MODELS["vit"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE["adamw"])
+    for step, loss in enumerate(found):
+        expected = model(**example_batch(model, samples=8, sequence=8, seed=step)).loss
+        assert loss == pytest.approx(expected.item(), rel=1e-5)
+        optimizer.zero_grad()
+        expected.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
 
 
 def test_what_blocks_learn_beside_the_hidden_state_is_no_reason_against_a_cut_sequence() -> None:
