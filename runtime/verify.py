@@ -19,6 +19,7 @@ from autopar.runtime.losses import IGNORED_LABEL, loss_of
 from autopar.runtime.models import build_model, import_model
 from autopar.runtime.parallel import ParallelModel, parallelize
 from autopar.runtime.recording import empty_weights
+from autopar.runtime.rounding import rounding_of
 from autopar.runtime.tiny import tiny_plan
 
 LOSS_TOLERANCE, GRADIENT_TOLERANCE, WEIGHT_TOLERANCE = 1e-5, 1e-4, 1e-4
@@ -26,9 +27,9 @@ STEPS = 3
 
 # AdamW divides by the gradient's own size: with a tiny eps it turns rounding noise into whole steps.
 _LEARNING_RATE, _EPS, _MAX_NORM = 1e-2, 1e-5, 0.5
-# Key biases and the like have a gradient of exactly zero; what rounding leaves of it is measured against this part of
-# the largest one. With the tolerance that is 1e-9 of it in float32, and 1e-12 in float64, in which replicas run.
-_FLOOR, _EXACT_FLOOR = 1e-5, 1e-8
+# A gradient is compared with its own size, but at least with this part of the largest one, or with what rounding makes
+# of it: that of a bias of keys is zero in exact arithmetic.
+_FLOOR = 1e-8
 _TIMEOUT_S = 300.0
 
 
@@ -138,17 +139,19 @@ def compare(
             batch = batch_of(reference, step)
         expected = loss_of(reference(**batch))
         assert expected is not None
+        trained = [p for p in reference.parameters() if p.requires_grad]
+        rounding = dict(zip(trained, rounding_of(expected, torch.ones_like(expected), trained), strict=True))
         expected.backward()
         errors["loss"] = max(errors["loss"], _relative(parallel.train_step(parallel.shard_batch(batch)), expected))
-        largest = max(float(p.grad.norm()) for p in reference.parameters() if p.grad is not None)
-        floor = largest * (_EXACT_FLOOR if plan.request.dtype == "float64" else _FLOOR)
+        floor = _FLOOR * max(float(p.grad.norm()) for p in trained if p.grad is not None)
         for entry in parallel.held:
             if not entry.parameter.requires_grad:
                 continue
             grad, actual = named[entry.name].grad, entry.stepped.grad
             assert grad is not None
             assert actual is not None
-            error = float((whole(entry, actual) - grad).norm()) / max(floor, float(grad.norm()))
+            scale = max(floor, float(grad.norm()), rounding[named[entry.name]] / GRADIENT_TOLERANCE)
+            error = float((whole(entry, actual) - grad).norm()) / scale
             if not error <= errors["gradient"]:
                 errors["gradient"], place = error, (entry.name, entry.layer)
         norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), _MAX_NORM)

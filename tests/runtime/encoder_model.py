@@ -27,3 +27,20 @@ class Tagger(nn.Module):
 def build(width: int = 32, heads: int = 4, layers: int = 4, vocab: int = 48, norm_first: bool = True) -> Tagger:
     torch.manual_seed(0)
     return Tagger(width, heads, layers, vocab, norm_first)
+
+
+def build_eager_vit() -> nn.Module:
+    """Its softmax is in float32 whatever its own dtype, and its biases of keys have a gradient of rounding alone."""
+    from transformers import ViTConfig, ViTForImageClassification
+
+    config = ViTConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        patch_size=4,
+        image_size=12,
+        num_labels=5,
+        attn_implementation="eager",
+    )
+    return ViTForImageClassification(config)

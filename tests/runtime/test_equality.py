@@ -161,6 +161,13 @@ def test_a_gradient_of_zero_is_zero_in_float64(ranks: Ranks) -> None:
         assert found["gradient"] > 10 * GRADIENT_TOLERANCE, found
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_gradient_of_zero_may_have_what_rounding_makes_of_it(dtype: str, ranks: Ranks) -> None:
+    eager = "tests/runtime/encoder_model.py:build_eager_vit"
+    check(ranks("compare_with_one_process", 2, source=eager, strategies=["dp2", "tp2", "dp2-z3", "dp2"], dtype=dtype))
+
+
 SIDES = {
     "parts of a sequence": (HANDING, ["dp4", "tp2-sp2", "dp2-z3-cp2", "dp2-tp2s", "sp4", "dp4-z3"]),
     "biases made, taken and handed on": (T5, ["dp4-z3", "dp2-z3-sp2", "tp2-cp2", "dp4", "tp4", "dp4-z3"]),
