@@ -3,7 +3,7 @@
 Blocks of other stages become pass-throughs without parameters, foreign parameters of embedding and head become
 stubs of stride 0 (right shape, no memory). The received activation is fed in at the input of the first own layer, and
 after the last own layer the forward is left early. Masks, positions and rotary tables are thus computed by the model
-itself on every stage, and parameter names stay as they were.
+itself on every stage (where no number of the batch matters, once a step), and parameter names stay as they were.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from autopar.runtime.arguments import argument, replace_argument
 from autopar.runtime.side_inputs import SideInputs
+from autopar.runtime.standing import Call, StandingInputs
 from autopar.runtime.structure import BlockForm, Structure
 
 LossFunction = Callable[[Any, Mapping[str, Tensor]], tuple[Tensor, Tensor]]
@@ -88,6 +89,10 @@ class StageBody(nn.Module):
         self.holds_head = layers[-1] == structure.num_blocks + 1
         self._fed: Tensor | None = None
         self._drop_foreign_parameters()
+        numbers = tuple(layer - 1 for layer in layers)
+        middle = not (self.holds_embed or self.holds_head) and len(structure.starts) == 1
+        plain = middle and not any(structure.forms[number].learned for number in numbers)
+        self._standing = StandingInputs(model, structure, numbers) if plain else None
 
     def blocks(self) -> dict[int, nn.Module]:
         """The own blocks by their number."""
@@ -155,11 +160,25 @@ class StageBody(nn.Module):
         self._fed = hidden
         try:
             with self.side_inputs.during(self.model, batch):
-                return self.model(**batch)
+                calls = None if self._standing is None else self._standing.calls(batch)
+                return self.model(**batch) if calls is None else self._run_blocks(hidden, calls)
         except _LeftEarly as left:
             # The traceback holds the frames of the whole forward, and with them every local tensor.
             left.__traceback__ = None
             return left.hidden
+
+    def _run_blocks(self, hidden: Any, calls: Mapping[int, Call]) -> Any:
+        """The own blocks alone, with these arguments."""
+        for number, (args, kwargs) in calls.items():
+            form = self.structure.forms[number]
+            args, kwargs = replace_argument(args, kwargs, form.hidden, hidden)
+            hidden = form.hidden_in(self._block(number)(*args, **kwargs))
+        return hidden
+
+    def begin_step(self) -> None:
+        """Make again what the micro-batches of a step share."""
+        if self._standing is not None:
+            self._standing.forget()
 
 
 def same_tensors_again(model: nn.Module) -> nn.Module:
@@ -189,8 +208,9 @@ class StageModule(nn.Module):
         self.counted: list[tuple[Tensor, Tensor]] = []
 
     def reset(self) -> None:
-        """Forget the counted losses."""
+        """Begin a step: forget the counted losses, and what the micro-batches of the step before shared."""
         self.counted.clear()
+        self.body.begin_step()
 
     def forward(self, hidden: Tensor | None, **batch: Tensor) -> Tensor:
         """The hidden state for the next stage, or the sum of the losses over this rank's tokens."""
