@@ -15,7 +15,10 @@ class OverBudgetError(Exception):
 
 @dataclass(kw_only=True)
 class Ledger:
-    """Live bytes by part, and a copy of them at the highest moment; OverBudgetError for one above most_bytes."""
+    """Live bytes by part, and a copy of them at the highest moment; OverBudgetError for one above most_bytes.
+
+    place: of the layer that works now, None between layers; peak_place: of the one that worked at the highest moment.
+    """
 
     live: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PARTS, 0))
     total_bytes: int = 0
@@ -24,6 +27,8 @@ class Ledger:
     moment: RankMemory | None = None
     recording: bool = False
     most_bytes: int | None = None
+    place: int | None = None
+    peak_place: int | None = None
 
     def add(self, part: str, size_bytes: int) -> None:
         """From now on so much more of this part is alive (negative: less)."""
@@ -36,7 +41,7 @@ class Ledger:
         if moment_bytes > self.peak_bytes:
             if self.most_bytes is not None and moment_bytes > self.most_bytes:
                 raise OverBudgetError
-            self.peak_bytes = moment_bytes
+            self.peak_bytes, self.peak_place = moment_bytes, self.place
             self.peak = dict(self.live)
             self.peak["transient"] += transient_bytes
             self.peak["communication"] += communication_bytes

@@ -57,12 +57,14 @@ def walk_stages(
     held_bytes: Mapping[int, int] | None = None,
     moments: list[RankMemory] | None = None,
     most_bytes: int | None = None,
+    working: list[int | None] | None = None,
 ) -> RankMemory:
     """`walk` for a rank with any stages, in O(units) for one stage, otherwise in O(units * micro-batches).
 
     A backward in two parts keeps the saved set and the gradients between layers until its second part; the first
     stage works in the second part only. moments: gets the highest moment of each action, and that of the optimizer;
-    most_bytes: OverBudgetError at the first moment above it.
+    most_bytes: OverBudgetError at the first moment above it; working: gets the place in its stage of the layer that
+    works at the peak, None where none does.
     """
     ledger = Ledger(recording=moments is not None, most_bytes=most_bytes)
     states = {stage: _State(ledger=ledger, units=units, optimizer=optimizer) for stage, units in stages.items()}
@@ -86,7 +88,7 @@ def walk_stages(
             if moments is not None:
                 ledger.look(0)
                 moments.append(_moment(ledger))
-    ledger.moment = None
+    ledger.moment = ledger.place = None
     # ZeRO-1 sums its gradients in buckets: a copy beside the whole ones, which then go while its rows come.
     scattered = [unit for unit in every if unit.zero == 1]
     rows_bytes = sum(unit.optimizer_share(unit.gradient_bytes) for unit in scattered)
@@ -102,6 +104,8 @@ def walk_stages(
     ledger.look(0, _bucket_bytes(scattered, sum(unit.trainable_bytes for unit in scattered), 2))
     if moments is not None:
         moments.append(_moment(ledger))
+    if working is not None:
+        working.append(ledger.peak_place)
     return RankMemory(peak_bytes=ledger.peak_bytes, parts_bytes=ledger.peak)
 
 
@@ -173,6 +177,7 @@ class _State:
     def forward(self) -> None:
         ledger, buffer_bytes = self.ledger, 0
         for i, unit in enumerate(self.units):
+            ledger.place = i
             if unit.relayout:
                 ledger.look(self._before(i) + unit.input_bytes)
             if unit.gathers and i not in self.unsharded:
@@ -188,7 +193,7 @@ class _State:
     def backward(self, *, second: bool = False) -> None:
         ledger, reduced_bytes, prefetched = self.ledger, 0, -1
         for i in reversed(range(len(self.units))):
-            unit = self.units[i]
+            ledger.place, unit = i, self.units[i]
             grads = unit.trainable_bytes
             if unit.gathers:
                 # ZeRO-2 too, where an earlier backward of another live micro-batch has resharded it.
@@ -225,7 +230,7 @@ class _State:
         """The first part of a backward: no gradients of weights yet; what the second part needs of it stays."""
         ledger = self.ledger
         for i in reversed(range(len(self.units))):
-            unit = self.units[i]
+            ledger.place, unit = i, self.units[i]
             if unit.gathers and i not in self.unsharded:
                 self._unshard(i)
                 ledger.look(unit.output_bytes + unit.parameter_bytes)

@@ -191,7 +191,7 @@ def leaner(tables: CostTables, columns: Columns, peak: Callable[[Columns], int],
     least, last = peak(columns), len(columns) - 1
     for layer in (0, last, *range(1, last)):
         also = {0, last} if tables.tied and layer in (0, last) else {layer}
-        for column in np.flatnonzero(tables.feasible[layer]).tolist():
+        for column in np.flatnonzero(tables.feasible[[*also]].all(axis=0)).tolist():
             changed = tuple(column if i in also else now for i, now in enumerate(columns))
             asked -= 1
             if asked >= 0 and changed != columns and (found := peak(changed)) < least:

@@ -14,6 +14,7 @@ from autopar.plan import Certificate, Plan, PlanCluster, PlanModel, RankMemory
 from autopar.polish import Columns, Cuts
 from autopar.predict import Known, predict, rank_memory
 from autopar.price import INFEASIBLE, score
+from autopar.refuted import Refutation
 from autopar.request import Request, Schedule
 from autopar.solvers.pipeline import TableChoice
 
@@ -27,7 +28,7 @@ class Pool:
         self.found: dict[tuple[int, Cuts, Columns, Schedule], Finalist] = {}
         self.bounding: TableChoice | None = None
         self._known = Known()
-        self._over: set[tuple[int, int, int, Columns]] = set()
+        self._over: set[tuple[int, int, int, Columns, Schedule]] = set()
         model, cluster = model_file.model, cluster_file.cluster
         self._model = PlanModel(
             name=model.name, source=model.source, fingerprint=model.fingerprint, profile=model_file.fingerprint
@@ -58,18 +59,19 @@ class Pool:
         predicted = predict(plan, model.model, model.layers, cluster.cluster, cluster.links, self._known)
         return replace(plan, predicted=predicted)
 
-    def fits(self, table: int, layers_per_stage: Cuts, strategies: Columns) -> bool:
-        """Whether the memory walk of every stage stays within the budget."""
+    def fits(self, table: int, layers_per_stage: Cuts, strategies: Columns, schedule: Schedule | None = None) -> bool:
+        """Whether the memory walk of every stage stays within the budget, under the table's schedule or another."""
         if not self._few_enough(strategies):
             return False
         if not score(self.made.lower[table], layers_per_stage, strategies).fits:
             return False
         ends = (0, *accumulate(layers_per_stage))
         # What precedes a stage does not matter to it: activations arrive in the boundary layout.
-        keys = [(table, stage, a, strategies[a:b]) for stage, (a, b) in enumerate(pairwise(ends))]
+        under = schedule or self.made.cuts[table].schedule
+        keys = [(table, stage, a, strategies[a:b], under) for stage, (a, b) in enumerate(pairwise(ends))]
         if not self._over.isdisjoint(keys):
             return False
-        plan = self.plan(table, layers_per_stage, strategies)
+        plan = self.plan(table, layers_per_stage, strategies, schedule)
         for key in keys:
             try:
                 fits = self._walk(plan, key[1], self.budget_bytes).peak_bytes <= self.budget_bytes
@@ -84,6 +86,18 @@ class Pool:
         """The peak of the worst stage by the memory walk."""
         plan = self.plan(table, layers_per_stage, strategies)
         return max(self._walk(plan, stage).peak_bytes for stage in range(plan.pp))
+
+    def refutations(self, plan: Plan) -> tuple[Refutation, ...]:
+        """The stages of a plan that are over the budget."""
+        found = []
+        for stage in range(plan.pp):
+            working: list[int | None] = []
+            model, layers = self.model_file.model, self.model_file.layers
+            peak_bytes = rank_memory(plan, stage, model, layers, self._known, working=working).peak_bytes
+            if peak_bytes > self.budget_bytes:
+                layer = None if working[0] is None else plan.stage_layers(stage).start + working[0]
+                found.append(Refutation(stage=stage, over_bytes=peak_bytes - self.budget_bytes, layer=layer))
+        return tuple(found)
 
     def _walk(self, plan: Plan, stage: int, most_bytes: int | None = None) -> RankMemory:
         model, layers = self.model_file.model, self.model_file.layers

@@ -226,8 +226,9 @@ def rank_memory(
     known: Known | None = None,
     moments: list[RankMemory] | None = None,
     most_bytes: int | None = None,
+    working: list[int | None] | None = None,
 ) -> RankMemory:
-    """The peak of the ranks of a pipeline rank over a step; moments, most_bytes: see autopar.memory.walk_stages."""
+    """The peak of the ranks of a pipeline rank over a step; moments and more: see autopar.memory.walk_stages."""
     known = known or Known()
     name = (
         plan.schedule,
@@ -242,7 +243,7 @@ def rank_memory(
             for part in (stage, span.start, plan.strategies[span.start : span.stop])
         ),
     )
-    if name in known.walks and moments is None:
+    if name in known.walks and moments is None and working is None:
         return known.walks[name]
     moved_bytes = ceil(activation_bytes(model, layers, plan.micro_batch) / plan.mesh.ranks_per_stage)
     stages: dict[int, list[Unit]] = {}
@@ -265,6 +266,7 @@ def rank_memory(
         held_bytes=held_bytes,
         moments=moments,
         most_bytes=most_bytes,
+        working=working,
     )
     return known.walks[name]
 

@@ -23,9 +23,11 @@ from autopar.plan import Plan
 from autopar.polish import ASKED, Columns, Cuts, leaner, polish
 from autopar.pool import Pool
 from autopar.price import INFEASIBLE, CostTables, OutOfRange
+from autopar.refuted import lean_first, without
 from autopar.request import Request
 from autopar.schedules import PLAIN
-from autopar.solvers.lean import leanest_of
+from autopar.settling import settle
+from autopar.solvers.lean import leanest, leanest_of
 from autopar.solvers.pipeline import halting, solve_pipeline, solve_table
 from autopar.solvers.quick import quick_bound
 from autopar.solvers.segment import FORBIDDEN
@@ -45,6 +47,8 @@ ROUNDS = 4
 """How often a choice of a table that does not fit makes way for a leaner one."""
 POLISHED, POLISHED_LARGE = 3, 2
 """Of how many choices the neighbours are tried, when none is proven optimal; in large tables one a table."""
+EACH = 8
+"""Of how many tables the leanest choices, and then the neighbours of the best one, are tried near the cliff."""
 Progress = Callable[[str, int, int], None]
 """Told a phase (tables, solve, polish), how many of its steps are done, and how many there are."""
 
@@ -102,6 +106,7 @@ def search_files(
         ) from None
     if bound_ns < INFEASIBLE:
         _polish(pool, bound_ns, tell, halted)
+        bound_ns = settle(pool, bound_ns, halted)
         _add_twins(pool)
     if not any(finalist.fits for finalist in pool.found.values()):
         raise _nothing_fits(pool, proven=bound_ns == INFEASIBLE)
@@ -157,14 +162,30 @@ def _propose(pool: Pool, tell: Progress, deadline: float | None, stop: Callable[
             assert one.choice.strategies is not None
             place = places[one.table]
             pool.bounding = pool.bounding or replace(one, table=place)
-            proposed[place] = one.table, pool.add(place, one.choice.layers_per_stage, one.choice.strategies)
+            cuts, columns = one.choice.layers_per_stage, one.choice.strategies
+            found = pool.add(place, cuts, columns)
+            if (
+                not found.fits
+                and not made.is_large
+                and (leaner := lean_first(tables[one.table], cuts, columns)) != columns
+            ):
+                again = pool.add(place, cuts, leaner)
+                if peak_bytes(again.plan) < peak_bytes(found.plan):
+                    found, columns = again, leaner
+            proposed[place] = tables[one.table], (cuts, columns), found
             bounds.append(one.lower_bound_ns)
         best_ns = pool.best_ns()
         return {
-            place: tables[i].with_less(peak_bytes(f.plan) - pool.budget_bytes)
-            for place, (i, f) in proposed.items()
-            if not f.fits and objective_ns(f.plan) < best_ns
+            place: less(table, choice, f.plan)
+            for place, (table, choice, f) in proposed.items()
+            if not f.fits and objective_ns(f.plan) < best_ns and peak_bytes(f.plan) > pool.budget_bytes
         }
+
+    def less(table: CostTables, choice: tuple[Cuts, Columns], plan: Plan) -> CostTables:
+        # In large tables few questions are asked, and less memory everywhere gets to a choice that fits sooner.
+        if made.is_large:
+            return table.with_less(peak_bytes(plan) - pool.budget_bytes)
+        return without(table, *choice, pool.refutations(plan))
 
     def near_ns(place: int) -> int:
         # The simulated step may prefer what is a little worse.
@@ -210,14 +231,18 @@ def _polish(pool: Pool, bound_ns: int, tell: Progress, halted: Callable[[], bool
         far = pool.best_ns() * (1 - FAR) > bound_ns
         if pool.best_ns() == INFEASIBLE or (far and not pool.made.is_large):
             _add_leanest(pool)
+        each = far and not pool.made.is_large
+        if each:
+            _add_leanest_of_each(pool, halted)
         most, asked = (POLISHED_LARGE, ASKED // 2) if pool.made.is_large else (POLISHED, ASKED)
         worst_ns = INFEASIBLE if far else pool.best_ns() * (1 + WITHIN)
         starts: list[tuple[int, Cuts, Columns]] = []
         for found_ns, table, layers_per_stage, strategies, _ in sorted(
             (objective_ns(f.plan), *key) for key, f in pool.found.items() if f.fits
         ):
-            is_new = not pool.made.is_large or all(table != other for other, _, _ in starts)
-            if len(starts) < most and found_ns <= worst_ns and is_new:
+            is_new = all(table != other for other, _, _ in starts)
+            wanted = len(starts) < most and (is_new or not pool.made.is_large)
+            if found_ns <= worst_ns and (wanted or (each and is_new and len(starts) < EACH)):
                 starts.append((table, layers_per_stage, strategies))
         for i, (table, layers_per_stage, strategies) in enumerate(starts):
             tell("polish", i, len(starts))
@@ -248,6 +273,23 @@ def _add_leanest(pool: Pool) -> None:
         return
     _, (table, cuts, columns, _) = min((peak_bytes(f.plan), key) for key, f in pool.found.items())
     pool.add(table, cuts, leaner(pool.made.lower[table], columns, lambda one: pool.peak_bytes(table, cuts, one)))
+
+
+def _add_leanest_of_each(pool: Pool, halted: Callable[[], bool]) -> None:
+    """The leanest choices of the tables that may hold the best join the pool, with neighbours where they do not fit.
+
+    Near the cliff a table that looks slower than another may be the only one of which much fits.
+    """
+    hopeful = sorted((floor_ns, place) for place, floor_ns in enumerate(pool.made.floors_ns))
+    for floor_ns, place in hopeful[:EACH]:
+        for memory in SIDES:
+            lean = leanest(pool.made.table(memory, place))
+            if lean is None or floor_ns >= pool.best_ns() or halted():
+                continue
+            cuts, columns, _ = lean
+            if not pool.add(place, cuts, columns).fits:
+                peak = partial(pool.peak_bytes, place, cuts)
+                pool.add(place, cuts, leaner(pool.made.lower[place], columns, peak))
 
 
 def _provers(pool: Pool, bound_ns: int, tell: Progress, halted: Callable[[], bool]) -> tuple[str, ...]:
