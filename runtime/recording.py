@@ -171,6 +171,7 @@ class _Recorder(TorchDispatchMode):
             kwargs=seen_kwargs,
             random=random,
             own_generator=own,
+            default=torch.get_default_dtype(),
             made={},
         )
 

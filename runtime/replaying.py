@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +47,8 @@ class Write:
     """One recorded operation with the views that it took; number: its place among all.
 
     made: token, dtype, shape and stride of each storage that it made, by the place in what it returned; random: the
-    state of the generator before it, None where it draws nothing; own_generator: whether that was an argument.
+    state of the generator before it, None where it draws nothing; own_generator: whether that was an argument;
+    default: torch's default dtype then, in which the product of a whole number and a fraction is.
     """
 
     number: int
@@ -55,6 +57,7 @@ class Write:
     kwargs: dict[str, Any]
     random: Tensor | None
     own_generator: bool
+    default: torch.dtype
     made: dict[int, tuple[object, tuple[int, ...]]]
 
 
@@ -88,11 +91,12 @@ def made(view: View) -> Tensor:
             memory[state.token], leaf.offset, leaf.shape, leaf.stride
         )
 
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), _default_dtype_kept():
         for write in writes_of([view]):
             args, kwargs = tree_map(real, (write.args, write.kwargs))
             if kwargs.get("device") is not None:
                 kwargs["device"] = CPU
+            torch.set_default_dtype(write.default)
             if write.own_generator:
                 kwargs["generator"] = torch.Generator()
                 kwargs["generator"].set_state(write.random)
@@ -108,6 +112,15 @@ def made(view: View) -> Tensor:
                 memory[token] = result.untyped_storage()
         out: Tensor = real(view)
     return out
+
+
+@contextmanager
+def _default_dtype_kept() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def storage_of(size_bytes: int) -> torch.UntypedStorage:

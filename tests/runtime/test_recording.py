@@ -26,6 +26,8 @@ FAMILIES = [
     "BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=64)",
     f"GPTNeoXConfig({SMALL})",
     f"BertConfig({SMALL}, is_decoder=True)",
+    "WhisperConfig(d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, vocab_size=64, "
+    "decoder_attention_heads=4, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1)",
 ]
 
 
@@ -96,7 +98,7 @@ def differences(plain: nn.Module, empty: nn.Module) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 @pytest.mark.parametrize("source", [LLAMA4, TIED, PLAIN, *(pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES)])
 def test_weights_are_those_of_a_plain_build(source: str, dtype: str) -> None:
     assert differences(*both(lambda: build_model(source, dtype=dtype, seed=7))) == []
@@ -107,6 +109,28 @@ def test_whatever_a_model_does_to_its_weights_is_done_again() -> None:
     assert differences(*both(lambda: Odd().to(torch.bfloat16))) == []
     plain, empty = both(Odd)
     assert plain.rates == empty.rates
+
+
+class Scaled(nn.Module):
+    """Its table is of whole numbers times a fraction, and so in torch's default dtype (Whisper's sinusoids)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.empty(6))
+        with torch.no_grad():
+            self.table.copy_((torch.arange(6) * 0.3).sin())
+        self.own = nn.Parameter((torch.arange(6) * 0.3).cos())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_what_is_computed_in_the_default_dtype_is_so_again(dtype: torch.dtype) -> None:
+    torch.set_default_dtype(dtype)
+    try:
+        plain, empty = both(Scaled)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert differences(plain, empty) == []
+    assert torch.get_default_dtype() == torch.float32
 
 
 def test_a_model_that_cannot_be_recorded_is_built_plainly(tmp_path: Path) -> None:
