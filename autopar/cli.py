@@ -33,6 +33,7 @@ from autopar.options import (
 )
 from autopar.profile_command import profile_app
 from autopar.request import Optimizer, Schedule
+from autopar.runtime.launch import HANG_TIMEOUT_S
 
 _CLICK_ERROR: type[Exception] = next(k for k in typer.BadParameter.__mro__ if k.__name__ == "ClickException")
 
@@ -205,6 +206,9 @@ def run(
     steps: Steps = 20,
     save: Annotated[Path | None, typer.Option(help="Write a checkpoint to this folder after the last step.")] = None,
     resume: Annotated[Path | None, typer.Option(help="Go on from this checkpoint, of any plan of the model.")] = None,
+    timeout: Annotated[
+        float, typer.Option(min=1.0, callback=seconds, help="End when no rank gets on for so many seconds.")
+    ] = HANG_TIMEOUT_S,
     json: Json = False,
 ) -> None:
     """Train by PLAN in local processes, byte by byte on a text; measured beside predicted."""
@@ -223,6 +227,7 @@ def run(
             steps=steps,
             save=None if save is None else str(save),
             resume=None if resume is None else str(resume),
+            timeout_s=timeout,
             progress=report,
         )
     outcome = Outcome(plan=planned, step_s=done.step_s, peak_memory_bytes=done.peak_memory_bytes, losses=done.losses)

@@ -180,6 +180,8 @@ def dumps(kind: str, schema: int, fields: Mapping[str, Any]) -> str:
 
 def read_file(path: str | os.PathLike[str], kind: str, schema: int) -> dict[str, Any]:
     """The fields of a JSON file of this kind and schema, unchecked beyond those two; InputError otherwise."""
+    if not isinstance(path, str | os.PathLike):
+        raise InputError("a file must be a path", why=f"it is {path!r:.80}", fix=f"give the path of an {kind!r} file")
     name = Path(path)
     try:
         text = name.read_text(encoding="utf-8")
@@ -194,6 +196,8 @@ def read_file(path: str | os.PathLike[str], kind: str, schema: int) -> dict[str,
 def read_text(text: str, name: str, kind: str, schema: int) -> dict[str, Any]:
     """The fields of the text of such a file; `name` is what errors call it."""
     fix = f"give a file that autopar wrote as {kind!r}"
+    if not isinstance(text, str):
+        raise InputError(f"{name} is not a text", why=f"it is of type {type(text).__name__}", fix=fix)
     try:
         data = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_once)
     except InputError as error:

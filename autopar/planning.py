@@ -78,8 +78,16 @@ def search(
             if isinstance(values, str) or not isinstance(values, Iterable):
                 raise ValueError(f"{argument} must be a list, not {values!r}")
         batches = tuple(batches)
-        if time_limit_s is not None and not (isinstance(time_limit_s, int | float) and time_limit_s >= 0):
-            raise ValueError(f"time_limit_s must be seconds >= 0, not {time_limit_s!r}")
+        _check_kinds(model, cluster, time_limit_s, {"example": example, "loss": loss})
+        flags = {"tp_across_nodes": tp_across_nodes, "allow_unrunnable": allow_unrunnable, "verify": verify}
+        for argument, flag in flags.items():
+            if not isinstance(flag, bool):
+                raise ValueError(f"{argument} must be True or False, not {flag!r}")
+        for argument, texts in {"pins": pins, "forbids": forbids}.items():
+            if not all(isinstance(text, str) for text in texts):
+                raise ValueError(f"{argument} must be texts such as '0-3: dp4-z3', not {texts!r}")
+        if not all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in micro_batch_sizes):
+            raise ValueError(f"micro_batch_sizes must be whole numbers >= 1, not {micro_batch_sizes!r}")
         wanted = [
             Request(
                 global_batch=batch,
@@ -126,6 +134,26 @@ def search(
         deadline=None if time_limit_s is None else monotonic() + time_limit_s,
         verify=verify,
     )[0]
+
+
+def _check_kinds(model: object, cluster: object, time_limit_s: object, for_modules: Mapping[str, object]) -> None:
+    """Raise ValueError for an argument of another type than the signature says."""
+    if not isinstance(cluster, ClusterFile | str | os.PathLike):
+        raise ValueError(f"cluster must be a ClusterFile, a name or a path, not {cluster!r}")
+    is_module = hasattr(model, "named_parameters")  # torch is not loaded for a file
+    if not is_module and not isinstance(model, ModelFile | str | os.PathLike):
+        raise ValueError(f"model must be an nn.Module, a ModelFile, a MODEL or a path, not {model!r}")
+    number = time_limit_s is None or (isinstance(time_limit_s, int | float) and not isinstance(time_limit_s, bool))
+    if not number or (isinstance(time_limit_s, int | float) and not time_limit_s >= 0):
+        raise ValueError(f"time_limit_s must be seconds >= 0, not {time_limit_s!r}")
+    for argument, value in for_modules.items():
+        if value is not None and not is_module:
+            raise ValueError(f"{argument} goes with an nn.Module, and the model is {model!r}")
+    example, loss = for_modules["example"], for_modules["loss"]
+    if example is not None and not (isinstance(example, Mapping) and all(hasattr(v, "dim") for v in example.values())):
+        raise ValueError(f"example must map names to tensors, not {type(example).__name__}")
+    if loss is not None and not callable(loss):
+        raise ValueError(f"loss must be a function of (output, batch), not {loss!r}")
 
 
 def _cluster(cluster: ClusterFile | Path) -> ClusterFile:

@@ -101,11 +101,12 @@ class Strategy:
     @classmethod
     def parse(cls, text: str) -> Strategy:
         """The strategy that a short form names; InputError when it names none."""
-        match = _SHORT.fullmatch(text) if text and not text.startswith("-") else None
+        is_text = isinstance(text, str) and text and not text.startswith("-")
+        match = _SHORT.fullmatch(text) if is_text else None
         fix = "write for example dp4-z3-tp2s-r, tp4 or dp1"
         if match is None:
             grammar = "dp<N>[-z1|-z2|-z3][-h<shard>][-tp<N>[s]][-sp<N>][-cp<N>][-ep<N>][-r|-rs]"
-            raise InputError(f"{text[:60]!r} is not a strategy", why=f"the form is {grammar}", fix=fix)
+            raise InputError(f"{text!r:.60} is not a strategy", why=f"the form is {grammar}", fix=fix)
         part = match.groupdict()
         try:
             return cls(

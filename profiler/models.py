@@ -44,6 +44,12 @@ def profile(
     degrees to measure, and on a CPU shared by ranks the times are too short). loss, example: as in
     `autopar.parallelize`, for an nn.Module. Raises InputError, RunError.
     """
+    if not isinstance(model, str) and not hasattr(model, "named_parameters"):  # torch is not loaded for a text
+        why = f"it is of type {type(model).__name__}"
+        raise InputError("model must be an nn.Module or a MODEL", why=why, fix="see MODEL in the README")
+    for name, number in (("sequence", sequence), ("nproc", nproc)):
+        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+            raise InputError(f"{name} is {number!r}", why="it is a count", fix="give a whole number above 0")
     command = f"autopar.profile({model if isinstance(model, str) else type(model).__name__!r}, sequence={sequence})"
     if isinstance(model, str):
         if loss is not None or example is not None:

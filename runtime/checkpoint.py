@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 
-from autopar.errors import InputError
+from autopar.errors import AutoparError, InputError
 from autopar.formats import from_plain, read_file
+from autopar.runtime.activity import activity
 from autopar.runtime.gradients import HeldParameter, local_piece, piece, set_parameter
 
 CHECKPOINT_KIND, CHECKPOINT_SCHEMA = "autopar.checkpoint", 1
@@ -38,74 +41,160 @@ class CheckpointFacts:
     settings: str
 
 
+@dataclass(frozen=True, kw_only=True)
+class ModelForm:
+    """What a checkpoint must agree with: the fingerprint, or the names (all of each) and shapes of the parameters."""
+
+    fingerprint: str
+    parameters: tuple[tuple[tuple[str, ...], tuple[int, ...]], ...]
+
+    @classmethod
+    def of(cls, model: nn.Module, fingerprint: str) -> ModelForm:
+        """The form of a whole model."""
+        names: dict[Tensor, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            names.setdefault(parameter, []).append(name)
+        return cls(fingerprint=fingerprint, parameters=tuple((tuple(n), tuple(p.shape)) for p, n in names.items()))
+
+    def why_not(self, stored: Mapping[str, Any]) -> str:
+        """Why stored tensors are not of this model, whatever their dtypes; empty where they are."""
+        shapes = {k.removeprefix("model/"): tuple(v.size) for k, v in stored.items() if k.startswith("model/")}
+        for names, shape in self.parameters:
+            found = [shapes.pop(name) for name in names if name in shapes]
+            if not found:
+                return f"it lacks {names[0]}"
+            if set(found) != {shape}:
+                return f"{names[0]} is {found[0]} there, {shape} here"
+        return f"this model has no {next(iter(shapes))}" if shapes else ""
+
+
 def load_checkpoint(
     folder: str | os.PathLike[str],
     held: Sequence[HeldParameter],
     *,
-    fingerprint: str,
+    form: ModelForm,
     optimizer: torch.optim.Optimizer | None = None,
+    parameters: bool = True,
 ) -> None:
     """Fill this rank's pieces from the checkpoint `folder`, whatever plan wrote it; a collective of the world.
 
-    optimizer: its states and settings are replaced by the saved ones. Raises InputError when the folder is no
-    checkpoint, is of another model, or lacks an optimizer that was asked for.
+    Numbers of another dtype (a plan of another precision wrote it) are converted. optimizer: its states and settings
+    are replaced by the saved ones; parameters: False for these alone. Raises InputError, on every rank, when the
+    folder is no checkpoint, is damaged, is of another model, or lacks an optimizer that was asked for.
     """
-    source = _readable(Path(folder))
-    facts = from_plain(
-        CheckpointFacts, read_file(source / FACTS, CHECKPOINT_KIND, CHECKPOINT_SCHEMA), str(source / FACTS)
-    )
-    if facts.fingerprint != fingerprint:
-        raise InputError(
-            f"{folder} is a checkpoint of another model",
-            why=f"its parameters have the hash {facts.fingerprint}, this model's {fingerprint}",
-            fix="load it into the model that it was saved from",
-        )
-    if optimizer is not None:
-        if facts.optimizer != type(optimizer).__name__:
-            raise InputError(
-                f"{folder} has no state of {type(optimizer).__name__}",
-                why=f"it was saved with {facts.optimizer or 'no optimizer'}",
-                fix="load without optimizer=, or with the optimizer that was saved",
-            )
-        for group in optimizer.param_groups:
-            group.update(_read_settings(facts.settings))
-    stored = dcp.FileSystemReader(source).read_metadata().state_dict_metadata
-    batches = _in_batches(_wanted(held, optimizer, stored))
+    source, batches = Path(folder), list[list[_Wanted]]()
+    with raised_by_all():
+        source, facts, stored = _looked_at(Path(folder), form)
+        if optimizer is not None:
+            if facts.optimizer != type(optimizer).__name__:
+                raise InputError(
+                    f"{folder} has no state of {type(optimizer).__name__}",
+                    why=f"it was saved with {facts.optimizer or 'no optimizer'}",
+                    fix="load without optimizer=, or with the optimizer that was saved",
+                )
+            for group in optimizer.param_groups:
+                group.update(_read_settings(facts.settings))
+        batches = _in_batches(_wanted(held, optimizer, stored, parameters))
     rounds = torch.tensor(len(batches))
     dist.all_reduce(rounds, op=dist.ReduceOp.MAX)
     for number in range(int(rounds)):
         batch = batches[number] if number < len(batches) else []
         state = {w.key: torch.empty(w.shape, dtype=w.dtype) for w in batch}
-        dcp.load(state, checkpoint_id=source)
-        for w in batch:
-            _put(w, state[w.key], optimizer)
+        with raised_by_all():
+            try:
+                dcp.load(state, checkpoint_id=source)
+            except CheckpointException as error:
+                raise InputError(
+                    f"{folder} cannot be read", why=first_failure(error), fix="take a checkpoint that is whole"
+                ) from None
+            for w in batch:
+                _put(w, state[w.key], optimizer)
+        activity.beat()
+
+
+def _looked_at(folder: Path, form: ModelForm) -> tuple[Path, CheckpointFacts, dict[str, Any]]:
+    """Where the checkpoint lies, its facts, and the form of each stored tensor; InputError for another model's."""
+    source = _readable(folder)
+    facts = from_plain(
+        CheckpointFacts, read_file(source / FACTS, CHECKPOINT_KIND, CHECKPOINT_SCHEMA), str(source / FACTS)
+    )
+    try:
+        stored = dict(dcp.FileSystemReader(source).read_metadata().state_dict_metadata)
+    except Exception as error:  # it is unpickled: anything may happen
+        why = f"its .metadata cannot be read: {type(error).__name__}: {error}"
+        raise InputError(f"{folder} cannot be read", why=why, fix="take a checkpoint that is whole") from None
+    reason = "" if facts.fingerprint == form.fingerprint else form.why_not(stored)
+    if reason:
+        raise InputError(
+            f"{folder} is a checkpoint of another model",
+            why=f"{reason} (its parameters have the hash {facts.fingerprint}, this model's {form.fingerprint})",
+            fix="load it into the model that it was saved from",
+        )
+    return source, facts, stored
+
+
+@contextmanager
+def raised_by_all(group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """Let an error inside be raised by every rank of the group (None: the world); also a barrier.
+
+    Ours as it is, any other with its traceback on the rank that had it. Without this, the others would wait for it.
+    """
+    own: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        own = error
+    said: list[tuple[str, str, str] | None] = [None] * dist.get_world_size(group)
+    words = None
+    if own is not None:
+        words = f"{type(own).__name__}: {own}", "", ""
+        if isinstance(own, AutoparError):
+            words = own.what, own.why, own.fix
+    dist.all_gather_object(said, words, group=group)
+    if own is not None:
+        raise own
+    for rank, one in enumerate(said):
+        if one is not None:
+            what, why, fix = one
+            raise InputError(what if why or fix else f"rank {rank} failed: {what}", why=why, fix=fix)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Wanted:
-    """One tensor to read: its key and form in the checkpoint, and where it goes (field None: the parameter itself)."""
+    """One tensor to read: its key and form in the checkpoint, and where it goes (field None: the parameter itself).
+
+    like_parameter: it is stored in the dtype of its parameter, and becomes what that is here.
+    """
 
     key: str
     entry: HeldParameter
     field: str | None
     shape: tuple[int, ...]
     dtype: torch.dtype
+    like_parameter: bool
 
 
 def _wanted(
-    held: Sequence[HeldParameter], optimizer: torch.optim.Optimizer | None, stored: dict[str, Any]
+    held: Sequence[HeldParameter],
+    optimizer: torch.optim.Optimizer | None,
+    stored: dict[str, Any],
+    parameters: bool,
 ) -> Iterator[_Wanted]:
     """What this rank reads. A copy of a tied parameter is stored under the name of the counted one."""
     for entry in held:
         name = _stored_name(entry, stored)
-        fields = [None]
+        fields: list[str | None] = [None] if parameters else []
+        kept = stored[f"model/{name}"].properties.dtype
         if optimizer is not None:
             prefix = f"optimizer/{name}/"
-            fields += sorted(key.removeprefix(prefix) for key in stored if key.startswith(prefix))  # type: ignore[arg-type]
+            fields += sorted(key.removeprefix(prefix) for key in stored if key.startswith(prefix))
         for field in fields:
             key = f"model/{name}" if field is None else f"optimizer/{name}/{field}"
             facts = stored[key]
-            yield _Wanted(key=key, entry=entry, field=field, shape=tuple(facts.size), dtype=facts.properties.dtype)
+            dtype = facts.properties.dtype
+            yield _Wanted(
+                key=key, entry=entry, field=field, shape=tuple(facts.size), dtype=dtype, like_parameter=dtype == kept
+            )
 
 
 def _stored_name(entry: HeldParameter, stored: dict[str, Any]) -> str:
@@ -146,7 +235,7 @@ def _put(wanted: _Wanted, full: Tensor, optimizer: torch.optim.Optimizer | None)
     if not full.dim():
         value: Tensor = full.clone()  # two copies of a tied parameter would count one step twice
     else:
-        value = piece(entry, full).to(parameter.device).clone()
+        value = piece(entry, full).to(parameter.device, parameter.dtype if wanted.like_parameter else None).clone()
     optimizer.state[parameter][wanted.field] = value
 
 
@@ -157,7 +246,10 @@ def _read_settings(text: str) -> dict[str, Any]:
 
 def beside(target: Path, suffix: str) -> Path:
     """Where a checkpoint lies while it is written ("new"), or the previous one while it is replaced ("old")."""
-    return target.with_name(f".{target.name}.{suffix}")
+    whole = target.absolute()
+    if not whole.name:
+        raise InputError(f"{target} can be no checkpoint", why="it has no folder around it", fix="name a folder in it")
+    return whole.with_name(f".{whole.name}.{suffix}")
 
 
 def is_checkpoint(folder: str | os.PathLike[str]) -> bool:
@@ -180,3 +272,9 @@ def raise_where_failed(failed: str, target: Path, group: dist.ProcessGroup | Non
     reasons = [words for words in said if words]
     if reasons:
         raise InputError(f"{target} cannot be saved", why=reasons[0], fix="make room there, or choose another folder")
+
+
+def first_failure(error: CheckpointException) -> str:
+    """The first rank that failed in torch's own saving or loading, and how, in a line."""
+    rank, (cause, _) = next(iter(error.failures.items()))
+    return f"rank {rank}: {type(cause).__name__}: {cause}".splitlines()[0]

@@ -111,7 +111,7 @@ def weight_files(folder: str | os.PathLike[str]) -> dict[str, Path]:
         file = source if source.is_file() else source / _ONE
         with safe_open(file, framework="pt") as opened:
             return dict.fromkeys(opened.keys(), file)
-    except (OSError, SafetensorError, ValueError, KeyError) as error:
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(
             f"{source} holds no weights",
             why=f"{type(error).__name__}: {error}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from datetime import timedelta
 from itertools import count
 
 import torch
@@ -18,13 +19,13 @@ class RankGroups:
     """The process groups along sets of mesh axes, cached by rank tuple.
 
     Every rank of the world must ask for the same sets of axes in the same order, since making a group is a
-    collective of the whole world.
+    collective of the whole world. timeout: of the groups that are made; None for torch's.
     """
 
-    def __init__(self, mesh: RankMesh, device: str = "cpu") -> None:
+    def __init__(self, mesh: RankMesh, device: str = "cpu", timeout: timedelta | None = None) -> None:
         if dist.get_world_size() != mesh.world_size:
             raise ValueError(f"the mesh has {mesh.world_size} ranks, the world {dist.get_world_size()}")
-        self.mesh, self.device = mesh, device
+        self.mesh, self.device, self._timeout = mesh, device, timeout
         self.rank = dist.get_rank()
         self.stage, self.place = divmod(self.rank, mesh.ranks_per_stage)
         # Torch keeps what it did with meshes by their ranks and names, and their groups by numbers that begin anew in
@@ -37,7 +38,7 @@ class RankGroups:
     def _group(self, mine: tuple[int, ...], everyone: list[tuple[int, ...]]) -> dist.ProcessGroup:
         for ranks in everyone:
             if ranks not in self._groups:
-                group = dist.new_group(list(ranks))
+                group = dist.new_group(list(ranks), timeout=self._timeout)
                 if self.rank in ranks:
                     self._groups[ranks] = group
                 else:

@@ -29,6 +29,10 @@ from autopar.runtime.signals import signals_wait, sigterm_unwinds
 Progress = Callable[[dict[str, Any]], None]
 Device = Literal["cpu", "cuda"]
 
+HANG_TIMEOUT_S = 1200.0
+"""When ranks that wait for one that hangs end: below torch's own limits for gloo (1800 s), which know no names, and
+above any first step that was seen."""
+
 _POLL_S = 0.05
 # After the results or the first failure: time for the ranks to end in order, and to say who was killed.
 _SETTLE_S = 3.0
@@ -98,6 +102,7 @@ def launch(
     device: Device = "cpu",
     progress: Progress | None = None,
     threads_per_rank: int = 1,
+    renewed: bool = False,
 ) -> list[Any]:
     """What `target(payload, report)` returned on each of `nproc` ranks, in rank order.
 
@@ -108,8 +113,9 @@ def launch(
     very process.
 
     Raises what the first failing rank raised if that is an AutoparError; RunError when a rank raised anything else (a
-    bug: with its traceback), was killed, or was not done after `timeout_s` (start-up counts). However it ends, also by
-    Ctrl-C or SIGTERM, no process and no file is left behind.
+    bug: with its traceback), was killed, or was not done after `timeout_s` (start-up counts), which begin anew with
+    every event of a rank if `renewed`. However it ends, also by Ctrl-C or SIGTERM, no process and no file is left
+    behind.
 
     Cost: one `import torch` in the agent (2-3 s); on CPU the ranks are forked from it, on CUDA each imports its own.
     """
@@ -135,7 +141,7 @@ def launch(
             job_path(folder).write_text(json.dumps(asdict(job)), encoding="utf-8")
             with signals_wait():
                 agent = _start_agent(job)
-            _watch(job, agent, _Events(job, progress))
+            _watch(job, agent, _Events(job, progress), renewed)
             return _collect(job)
         finally:
             with signals_wait():
@@ -170,13 +176,14 @@ def _interfaces() -> list[tuple[int, str]]:
     return []
 
 
-def _watch(job: Job, agent: subprocess.Popen[bytes], events: _Events) -> None:
+def _watch(job: Job, agent: subprocess.Popen[bytes], events: _Events, renewed: bool) -> None:
     """Pass events on until all ranks are done or one has failed, then let the agent end; RunError when time is up."""
     deadline = time.monotonic() + job.timeout_s
     waiting, failed = set(range(job.nproc)), False
     while agent.poll() is None and waiting and not failed:
         time.sleep(_POLL_S)
-        events.forward()
+        if events.forward() and renewed:
+            deadline = time.monotonic() + job.timeout_s
         for rank in sorted(waiting):
             record = _record(job, rank)
             if record is not None:
@@ -196,10 +203,9 @@ class _Events:
         self._job, self._progress = job, progress
         self._offsets = [0] * job.nproc
 
-    def forward(self) -> None:
-        """Hand every new whole line to the progress function."""
-        if self._progress is None:
-            return
+    def forward(self) -> bool:
+        """Hand every new whole line to the progress function; whether there was one."""
+        seen = False
         for rank, offset in enumerate(self._offsets):
             try:
                 with open(events_path(self._job.folder, rank), "rb") as file:
@@ -209,8 +215,11 @@ class _Events:
                 continue
             whole = text[: text.rfind(b"\n") + 1]
             self._offsets[rank] += len(whole)
+            seen |= bool(whole)
             for line in whole.splitlines():
-                self._progress({**json.loads(line), "rank": rank})
+                if self._progress is not None:
+                    self._progress({**json.loads(line), "rank": rank})
+        return seen
 
 
 def _record(job: Job, rank: int) -> dict[str, Any] | None:

@@ -31,6 +31,7 @@ def build_model(
     a model larger than the machine is refused. Raises InputError when the string names no model, the file, class or
     function does not exist, the function returns no nn.Module, or the config makes no model.
     """
+    refuse_shipped(source)
     base, overrides = parse_source(source)
     kind = getattr(torch, dtype_name(dtype))
     devices = [] if device in ("cpu", "meta") else [device]
@@ -80,6 +81,16 @@ def build_empty(source: str, *, dtype: str = "float32", seed: int = 0) -> nn.Mod
 def import_model(source: str) -> None:
     """Import all that building the model of a MODEL string imports; cheap, since it is built without storage."""
     build_model(source, device="meta")
+
+
+def refuse_shipped(source: str) -> None:
+    """Raise InputError for the source of a plan that was made from shipped numbers: there is nothing to build."""
+    if source.startswith("shipped:"):
+        raise InputError(
+            f"{source.removeprefix('shipped:')} cannot be built",
+            why="its plan was made from shipped numbers, and no code of the model goes with them",
+            fix="profile the model itself (autopar profile model MODEL), and search with that file",
+        )
 
 
 def _no_model(base: str) -> InputError:

@@ -11,9 +11,13 @@ from torch import Tensor, nn
 
 from autopar.errors import InputError
 from autopar.plan import Plan
+from autopar.runtime.activity import activity
 from autopar.runtime.batches import example_batch
+from autopar.runtime.checkpoint import ModelForm
+from autopar.runtime.given import check_model_and_plan
 from autopar.runtime.groups import RankGroups
 from autopar.runtime.held_shapes import check_local_shapes
+from autopar.runtime.launch import HANG_TIMEOUT_S
 from autopar.runtime.layers import place_layers
 from autopar.runtime.losses import own_loss
 from autopar.runtime.parallel_model import ParallelModel
@@ -22,6 +26,7 @@ from autopar.runtime.probing import probe
 from autopar.runtime.spec import describe
 from autopar.runtime.stage import LossFunction
 from autopar.runtime.stand_ins import with_numbers
+from autopar.runtime.watching import check_timeout, group_timeout, watch
 from autopar.runtime.weights import Weights, take_weights
 from autopar.runtime.world import equalise, join_world, same_use
 
@@ -37,6 +42,7 @@ def parallelize(
     loss: LossFunction | None = None,
     example: Mapping[str, Tensor] | None = None,
     weights: str | os.PathLike[str] | None = None,
+    timeout_s: float = HANG_TIMEOUT_S,
 ) -> ParallelModel:
     """The model running as the plan says, on the ranks of the current process group.
 
@@ -45,11 +51,28 @@ def parallelize(
     loss(output, batch) -> (sum, count); default: the model's own mean loss times its number of labels.
     example: a small batch (3 samples) for models whose input cannot be made up from their signature.
     weights: a checkpoint of any plan, or a folder (or file) of safetensors, to begin with.
+    timeout_s: when ranks have waited for others for so long and none gets on, all end with an error that names the
+    rank that hangs (see autopar.runtime.watching); more than any rank may take between two steps.
     A model that was built inside `autopar.empty_weights()` has shapes only: each rank makes what it holds, one
     parameter at a time. One that was built on the meta device begins with `weights`.
     Raises InputError when the plan was made for another model or world, or cannot run on this one.
     """
-    join_world(plan)
+    check_timeout(timeout_s)
+    check_model_and_plan(model, plan, loss, example, weights)
+    join_world(plan, group_timeout(timeout_s))
+    watch(timeout_s)
+    with activity.during("autopar.parallelize"):
+        return _wrapped(model, plan, loss, example, weights, timeout_s)
+
+
+def _wrapped(
+    model: nn.Module,
+    plan: Plan,
+    loss: LossFunction | None,
+    example: Mapping[str, Tensor] | None,
+    weights: str | os.PathLike[str] | None,
+    timeout_s: float,
+) -> ParallelModel:
     device = torch.device("cpu")
     if plan.cluster.device == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
@@ -69,12 +92,13 @@ def parallelize(
         described = describe(model, found, source=plan.model.source, name=plan.model.name, max_tp=max_tp)
         plan.check(described.spec)
         loss = loss or own_loss(model, batch)
-    groups = RankGroups(plan.mesh, plan.cluster.device)
+    form = ModelForm.of(model, plan.model.fingerprint)
+    groups = RankGroups(plan.mesh, plan.cluster.device, group_timeout(timeout_s))
     layers = place_layers(model, plan, found, described, groups, loss, masters, batch, device)
     check_local_shapes(layers.held, plan, described.spec, found.structure, groups)
     if source is not None:
-        source.fill(layers.held, fingerprint=plan.model.fingerprint)
-    return ParallelModel(plan, found, groups, layers)
+        source.fill(layers.held, form=form)
+    return ParallelModel(plan, found, groups, layers, form)
 
 
 def _example(model: nn.Module, plan: Plan) -> dict[str, Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from math import lcm
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,10 +15,12 @@ from torch.utils.data import Dataset, DistributedSampler
 
 from autopar.errors import InputError
 from autopar.plan import Plan
+from autopar.runtime.activity import activity
 from autopar.runtime.batches import sequence_length
-from autopar.runtime.checkpoint import load_checkpoint
+from autopar.runtime.checkpoint import ModelForm, beside, load_checkpoint, raised_by_all
 from autopar.runtime.fakes import number
 from autopar.runtime.finite import refuse_loss
+from autopar.runtime.given import check_batch, check_folder, check_norm, check_optimizer
 from autopar.runtime.gradients import (
     HeldParameter,
     check_gradients_present,
@@ -35,6 +38,7 @@ from autopar.runtime.relayout import refuse_length
 from autopar.runtime.samples import own_samples
 from autopar.runtime.saving import CheckpointWriter
 from autopar.runtime.stage import StageModule
+from autopar.runtime.step_check import StepCheck
 from autopar.runtime.stepping import follow_steps
 from autopar.runtime.structure import Probe
 from autopar.schedules import V_SHAPED
@@ -54,9 +58,10 @@ class ParallelModel(nn.Module):
         found: Probe,
         groups: RankGroups,
         layers: LocalLayers,
+        form: ModelForm,
     ) -> None:
         super().__init__()
-        self.plan = plan
+        self.plan, self._form = plan, form
         self.stages = nn.ModuleList(layers.stages.values())
         self._stage_numbers = tuple(layers.stages)
         self.held: tuple[HeldParameter, ...] = layers.held
@@ -75,7 +80,9 @@ class ParallelModel(nn.Module):
                 entry.parameter.register_post_accumulate_grad_hook(self._handed_on(entry))
             elif entry.group is not None and entry.parameter.requires_grad:
                 entry.parameter.register_hook(self._summed(entry.group))
-        follow_steps(self, self.held, after=ParallelModel._after_step)
+        self.step_check = StepCheck(plan, self.held, self.device)
+        """What the first steps took beside the plan's prediction."""
+        follow_steps(self, self.held, self.step_check, after=ParallelModel._after_step)
         self._names = frozenset(name for name, _ in self.named_parameters())
 
     def _refuse_new_parameters(self) -> None:
@@ -133,6 +140,7 @@ class ParallelModel(nn.Module):
 
     def shard_batch(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """This rank's samples of a global batch (first dimension global_batch), micro-batch by micro-batch."""
+        check_batch("batch", batch)
         return {
             name: value.to(self.device) for name, value in own_samples(batch, self.plan, self._groups.place).items()
         }
@@ -155,12 +163,17 @@ class ParallelModel(nn.Module):
                 why=f"the plan has {self.plan.pp} stages",
                 fix="use model.train_step(batch)",
             )
-        self._refuse_new_parameters()
-        self._refuse_batch(batch)
-        self._reduce_in_backward = torch.is_grad_enabled()
-        output = self.stage.body(None, **batch)
-        mean = loss_of(output)
-        return output if mean is None else with_loss(output, mean, self._global_mean(output, batch))
+        with activity.during(f"forward, step {self._optimizer_steps + 1}"):
+            self._refuse_new_parameters()
+            self._refuse_batch(batch)
+            self._reduce_in_backward = torch.is_grad_enabled()
+            if self._reduce_in_backward:
+                self.step_check.call_begins()
+            output = self.stage.body(None, **batch)
+            mean = loss_of(output)
+            output = output if mean is None else with_loss(output, mean, self._global_mean(output, batch))
+        activity.backward_follows = self._reduce_in_backward
+        return output
 
     def _global_mean(self, output: Any, batch: Mapping[str, Tensor]) -> Tensor:
         """The global mean as value, this rank's share of it as gradient: summed over ranks, that is the whole one."""
@@ -181,6 +194,12 @@ class ParallelModel(nn.Module):
         Raises InputError for a batch of another size or a length that the plan cannot cut, RunError when the loss is
         not finite or, in the first step, when a trained parameter got no gradient.
         """
+        check_batch("batch", batch)
+        watched = activity.during(f"train_step {self._steps + 1}")
+        with watched, self.step_check.train_step(self, self.receive_buffers, batch):
+            return self._train_step(batch)
+
+    def _train_step(self, batch: Mapping[str, Tensor]) -> Tensor:
         self._refuse_batch(batch)
         samples = {value.shape[0] for value in batch.values()}
         if samples != {self.local_batch}:
@@ -235,6 +254,7 @@ class ParallelModel(nn.Module):
                 fix="pad every batch to one sequence length",
             )
         self._pipeline.step(batch)
+        self.step_check.waited(self._pipeline.waited_s)
 
     @property
     def receive_buffers(self) -> list[Tensor]:
@@ -249,9 +269,10 @@ class ParallelModel(nn.Module):
         """Reduce, check and scale the gradients after the last backward; the global mean loss."""
         if self._steps == 0:
             check_gradients_present(self.held, self._groups.along(self.plan.mesh.names))
-        reduce_gradients(self.held)
-        if self._tied_across:
-            self._sum_tied()
+        with self.step_check.timed("gradient_sync"):
+            reduce_gradients(self.held)
+            if self._tied_across:
+                self._sum_tied()
         sums = torch.zeros(2, dtype=torch.float64)
         for total, count in (pair for stage in self._stages() for pair in stage.counted):
             sums += torch.stack([total.double().cpu(), count.double().cpu()])
@@ -282,7 +303,9 @@ class ParallelModel(nn.Module):
 
         Raises RunError, on every rank, where it is not finite.
         """
-        return clip_gradients(self.held, max_norm, step=max(self._steps, self._optimizer_steps + 1))
+        check_norm(max_norm)
+        with activity.during("clip_grad_norm_"), self.step_check.timed("clip"):
+            return clip_gradients(self.held, max_norm, step=max(self._steps, self._optimizer_steps + 1))
 
     def save(
         self, folder: str | os.PathLike[str], optimizer: torch.optim.Optimizer | None = None, *, wait: bool = True
@@ -292,35 +315,42 @@ class ParallelModel(nn.Module):
         wait=False: training may go on when this returns, while a thread writes what was; the next save, load or
         `wait_for_save` waits for it and raises what failed. Call `wait_for_save` before the process group is left.
         """
-        self._writer.save(folder, self.held, optimizer, wait=wait)
+        self._check_files(folder, optimizer)
+        with activity.during("save", grows=beside(Path(folder), "new")):
+            self._writer.save(folder, self.held, optimizer, wait=wait)
 
     def wait_for_save(self) -> None:
         """Return when what was saved with wait=False is written; InputError where it could not be."""
-        self._writer.wait()
+        with activity.during("wait_for_save", grows=self._writer.growing):
+            self._writer.wait()
 
     def export(self, folder: str | os.PathLike[str]) -> None:
         """Write the weights as plain safetensors under the model's own names; a collective.
 
         Under mixed precision they are the rounded ones, which the model computes with.
         """
+        check_folder("folder", folder)
         # safetensors comes with transformers only.
         from autopar.runtime.exporting import export_weights
 
         persistent = {name for stage in self._stages() for name in stage.body.model.state_dict()}
         buffers = {name: value for name, value in self.model.named_buffers() if name in persistent}
-        export_weights(
-            folder,
-            self.held,
-            writes=self._groups.place == 0,
-            dtype=mixed_dtype(self.plan.request.dtype),
-            buffers=buffers,
-        )
+        with activity.during("export", grows=Path(folder)):
+            export_weights(
+                folder,
+                self.held,
+                writes=self._groups.place == 0,
+                dtype=mixed_dtype(self.plan.request.dtype),
+                buffers=buffers,
+            )
 
     def import_weights(self, folder: str | os.PathLike[str]) -> None:
         """Take the weights of plain safetensors files, read one tensor at a time."""
+        check_folder("folder", folder)
         from autopar.runtime.exporting import import_weights
 
-        import_weights(folder, self.held)
+        with activity.during("import_weights"), raised_by_all():
+            import_weights(folder, self.held)
 
     def _after_step(self) -> None:
         self._optimizer_steps += 1
@@ -333,8 +363,22 @@ class ParallelModel(nn.Module):
 
     def load(self, folder: str | os.PathLike[str], optimizer: torch.optim.Optimizer | None = None) -> None:
         """Take the parameters, and the optimizer's states if given, from a checkpoint of any plan of this model."""
-        self._writer.wait()
-        load_checkpoint(folder, self.held, fingerprint=self.plan.model.fingerprint, optimizer=optimizer)
+        self._check_files(folder, optimizer)
+        self.wait_for_save()
+        with activity.during("load"):
+            load_checkpoint(folder, self.held, form=self._form, optimizer=optimizer)
+
+    def load_optimizer(self, folder: str | os.PathLike[str], optimizer: torch.optim.Optimizer) -> None:
+        """Take the optimizer's states alone from a checkpoint, as after `parallelize(weights=folder)`."""
+        self._check_files(folder, optimizer)
+        self.wait_for_save()
+        with activity.during("load_optimizer"):
+            load_checkpoint(folder, self.held, form=self._form, optimizer=optimizer, parameters=False)
+
+    def _check_files(self, folder: object, optimizer: object) -> None:
+        check_folder("folder", folder)
+        if optimizer is not None:
+            check_optimizer(optimizer, self.held)
 
     def param_groups(self) -> list[dict[str, Any]]:
         """Parameter groups for an elementwise torch optimizer: this rank's part, in plain tensors.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -85,6 +86,8 @@ class Pipeline:
         self.hidden_shape = hidden_shape
         self._num_micro_batches = num_micro_batches
         self._device = device
+        self.waited_s = self._busy_s = 0.0
+        """Of the last step: not within a stage of this rank; the rest."""
         self._first, self._last = 0 in modules, num_stages - 1 in modules
         self._stages = []
         for stage, module in modules.items():
@@ -103,6 +106,8 @@ class Pipeline:
                     group=group,
                 )
             )
+            for name in ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"):
+                setattr(self._stages[-1], name, self._counted(getattr(self._stages[-1], name)))
         one = _ONE_STAGE.get(schedule)
         made: Any = self._stages[0] if one else self._stages
         self._schedule = (one or _SEVERAL_STAGES[schedule])(
@@ -126,4 +131,15 @@ class Pipeline:
         anchor = torch.zeros(self._num_micro_batches, device=self._device)
         arguments = (anchor,) if self._first else ()
         target = anchor if self._last else None
+        began, self._busy_s = time.perf_counter(), 0.0
         self._schedule.step(*arguments, target=target, return_outputs=False, **batch)
+        self.waited_s = time.perf_counter() - began - self._busy_s
+
+    def _counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter()
+            result = function(*args, **kwargs)
+            self._busy_s += time.perf_counter() - began
+            return result
+
+        return call

@@ -11,6 +11,7 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -22,12 +23,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from autopar.errors import InputError
 from autopar.formats import dumps, to_plain, write_file
+from autopar.runtime.activity import activity
 from autopar.runtime.checkpoint import (
     CHECKPOINT_KIND,
     CHECKPOINT_SCHEMA,
     FACTS,
     CheckpointFacts,
     beside,
+    first_failure,
     raise_where_failed,
 )
 from autopar.runtime.finite import is_finite, refuse_weights
@@ -45,6 +48,8 @@ class CheckpointWriter:
         self._group: dist.ProcessGroup | None = None
         self._thread: ThreadPoolExecutor | None = None
         self._pending: Future[None] | None = None
+        self.growing: Path | None = None
+        """Where the thread writes, as far as it does."""
 
     def save(
         self,
@@ -60,20 +65,21 @@ class CheckpointWriter:
         folder cannot be written: this one where it waits, otherwise the one before.
         """
         self.wait()
-        state, bad = self._copied(held, optimizer)
+        copied = self._copied(held, optimizer)
         facts = CheckpointFacts(
             fingerprint=self._fingerprint,
             optimizer=type(optimizer).__name__ if optimizer else None,
             settings=_settings(optimizer),
         )
         if wait:
-            _write(Path(folder), state, bad, facts, None)
+            _write(Path(folder), copied, facts, None)
             return
         if self._thread is None:
             # Training uses the other groups meanwhile: two threads must not share one.
             self._group = dist.new_group(backend="gloo")
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="autopar-checkpoint")
-        self._pending = self._thread.submit(partial(_write, Path(folder), state, bad, facts, self._group))
+        self.growing = beside(Path(folder), "new")
+        self._pending = self._thread.submit(partial(_write, Path(folder), copied, facts, self._group))
 
     def wait(self) -> None:
         """Return when nothing is being written any more; InputError, on every rank, where that failed."""
@@ -81,43 +87,50 @@ class CheckpointWriter:
         if pending is not None:
             pending.result()
 
-    def _copied(
-        self, held: Sequence[HeldParameter], optimizer: torch.optim.Optimizer | None
-    ) -> tuple[dict[str, Tensor], str]:
-        """The whole tensors that this rank writes, in host memory; they share nothing with the model.
-
-        And the first trained parameter among them with numbers that are not finite.
-        """
+    def _copied(self, held: Sequence[HeldParameter], optimizer: torch.optim.Optimizer | None) -> _Copied:
+        """The whole tensors that this rank writes, in host memory; they share nothing with the model."""
         state: dict[str, Tensor] = {}
-        bad = ""
+        bad = failed = ""
         for number, (key, entry, tensor) in enumerate(_entries(held, optimizer)):
+            activity.beat()
             # Every rank takes part in putting a tensor together, one keeps it.
             full = whole(entry, tensor) if tensor.dim() else tensor.detach()
-            if number % self._writers == self._writer and entry.counted:
+            if number % self._writers != self._writer or not entry.counted:
+                continue
+            try:
                 state[key] = full.cpu().clone()
                 if not bad and tensor is entry.stepped and tensor.requires_grad and not is_finite(full):
                     bad = entry.name
-        return state, bad
+            except Exception as error:  # the others go on putting tensors together, and hear of it afterwards
+                failed = failed or _said(error)
+        return _Copied(state=state, bad=bad, failed=failed)
 
 
-def _write(
-    target: Path, state: dict[str, Tensor], bad: str, facts: CheckpointFacts, group: dist.ProcessGroup | None
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class _Copied:
+    """What a rank writes; bad: the first trained parameter that is not finite; failed: why something is missing."""
+
+    state: dict[str, Tensor]
+    bad: str
+    failed: str
+
+
+def _write(target: Path, copied: _Copied, facts: CheckpointFacts, group: dist.ProcessGroup | None) -> None:
     """Write the files and put them in the place of the previous ones; a collective of the group (None: the world).
 
-    bad: a parameter that is not finite; then nothing is written.
+    Whatever fails on a rank, all hear of it.
     """
-    refuse_weights(bad, f"the checkpoint {target}", group)
+    refuse_weights(copied.bad, f"the checkpoint {target}", group)
     fresh, old = beside(target, "new"), beside(target, "old")
-    failed = ""
+    failed = copied.failed
     try:
-        if dist.get_rank() == 0:
+        if dist.get_rank() == 0 and not failed:
             _make_room(target, fresh)
-    except OSError as error:
-        failed = str(error)
+    except Exception as error:
+        failed = _said(error)
     raise_where_failed(failed, target, group)
     try:
-        dcp.save(state, checkpoint_id=fresh, process_group=group)
+        dcp.save(copied.state, checkpoint_id=fresh, process_group=group)
         if dist.get_rank() == 0:
             write_file(fresh / FACTS, dumps(CHECKPOINT_KIND, CHECKPOINT_SCHEMA, to_plain(facts)))
             if target.exists():
@@ -126,11 +139,16 @@ def _write(
             fresh.rename(target)
             shutil.rmtree(old, ignore_errors=True)
     except CheckpointException as error:
-        rank, (cause, _) = next(iter(error.failures.items()))
-        failed = f"rank {rank}: {type(cause).__name__}: {cause}".splitlines()[0]
-    except (OSError, InputError) as error:
-        failed = str(error).splitlines()[0]
+        failed = first_failure(error)
+    except Exception as error:
+        failed = _said(error)
     raise_where_failed(failed, target, group)
+
+
+def _said(error: Exception) -> str:
+    """What failed, in a line."""
+    words = str(error) if isinstance(error, OSError | InputError) else f"{type(error).__name__}: {error}"
+    return (words.splitlines() or [""])[0] or type(error).__name__
 
 
 def _entries(

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autopar.runtime.activity import activity
 from autopar.runtime.arguments import argument, replace_argument
 from autopar.runtime.side_inputs import SideInputs
 from autopar.runtime.standing import Call, StandingInputs
@@ -214,6 +215,7 @@ class StageModule(nn.Module):
 
     def forward(self, hidden: Tensor | None, **batch: Tensor) -> Tensor:
         """The hidden state for the next stage, or the sum of the losses over this rank's tokens."""
+        activity.beat()
         output = self.body(None if self.body.holds_embed else hidden, **batch)
         if not self.body.holds_head:
             assert isinstance(output, Tensor)

@@ -14,7 +14,8 @@ import copy
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,11 +25,15 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from autopar.errors import InputError
+from autopar.runtime.activity import activity
 from autopar.runtime.buckets import Grouped, gather_rows_in_buckets
 from autopar.runtime.fakes import has_numbers
 from autopar.runtime.gradients import HeldParameter, local_piece
 from autopar.runtime.offload import bring_up, in_host_memory
 from autopar.runtime.rows import own_rows
+
+if TYPE_CHECKING:
+    from autopar.runtime.step_check import StepCheck
 
 Owner = TypeVar("Owner")
 
@@ -54,14 +59,17 @@ def stand_in(
     return parameter if rows is None and not isinstance(parameter, DTensor) else nn.Parameter(mine)
 
 
-def follow_steps(owner: Owner, held: Sequence[HeldParameter], *, after: Callable[[Owner], None]) -> None:
+def follow_steps(
+    owner: Owner, held: Sequence[HeldParameter], check: StepCheck, *, after: Callable[[Owner], None]
+) -> None:
     """Check every optimizer that steps these parameters, and bring them up to date after its steps.
 
-    For as long as `owner` lives, which must hold `held`; `after` is then called with it.
+    For as long as `owner` lives, which must hold `held`; `after` is then called with it. check: times the steps.
     """
     ours = {id(entry.stepped) for entry in held}
     alive, entries = weakref.ref(owner), [weakref.ref(entry) for entry in held if entry.stands_in]
     known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+    stepping = ExitStack()
 
     def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if optimizer in known or not any(id(p) in ours for p in _stepped(optimizer)):
@@ -69,16 +77,26 @@ def follow_steps(owner: Owner, held: Sequence[HeldParameter], *, after: Callable
         refuse_whole_tensors(optimizer)
         known.add(optimizer)
 
+    def begin(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        before(optimizer, args, kwargs)
+        if optimizer in known:
+            stepping.close()  # a step that failed did not end
+            stepping.enter_context(check.optimizer_step(optimizer))
+
     def follow(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if optimizer in known:
             chosen = {id(p) for p in _stepped(optimizer)}
             there = [entry for ref in entries if (entry := ref()) is not None]
-            refresh([entry for entry in there if id(entry.stepped) in chosen])
+            part = "optimizer" if any(entry.in_host_memory for entry in there) else "gradient_sync"
+            stepping.close()
+            with activity.during("optimizer.step"), check.timed(part):
+                refresh([entry for entry in there if id(entry.stepped) in chosen])
+            check.step_ended()
             model = alive()
             if model is not None:
                 after(model)
 
-    handles = register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(follow)
+    handles = register_optimizer_step_pre_hook(begin), register_optimizer_step_post_hook(follow)
     for handle in handles:
         weakref.finalize(owner, handle.remove)
 

@@ -16,12 +16,15 @@ from autopar.errors import InputError
 from autopar.formats import from_plain
 from autopar.plan import Plan
 from autopar.request import OFFLOADED
+from autopar.runtime.activity import activity
 from autopar.runtime.batches import batch_form, example_batch, takes_text, vocab_size
-from autopar.runtime.launch import Progress, launch
-from autopar.runtime.models import build_empty, import_model
+from autopar.runtime.launch import HANG_TIMEOUT_S, Progress, launch
+from autopar.runtime.models import build_empty, import_model, refuse_shipped
 from autopar.runtime.parallel import ParallelModel, parallelize
+from autopar.runtime.step_check import LAST
 from autopar.runtime.text import ByteBatches, check_vocabulary, default_text, read_text
 from autopar.runtime.tracker import LiveBytes
+from autopar.runtime.world import check_device
 
 LEARNING_RATE, MAX_NORM = {"adamw": 3e-3, "sgd": 0.3, "sgd-momentum": 0.03}, 1.0
 _STEPS = "steps"
@@ -59,7 +62,7 @@ def run_plan(
     steps: int = 30,
     save: str | None = None,
     resume: str | None = None,
-    timeout_s: float = 3600.0,
+    timeout_s: float = HANG_TIMEOUT_S,
     progress: Progress | None = None,
 ) -> Run:
     """Train so many steps of the plan's optimizer, byte by byte on a text (a file, or the topics of pydoc).
@@ -67,19 +70,32 @@ def run_plan(
     A model that takes no text (images, speech, classes) runs on random numbers.
 
     Starts the plan's ranks as local processes, or runs as one of them inside torchrun. save: a folder for a checkpoint
-    after the last step; resume: one to go on from, with its optimizer and at its place in the text. Raises InputError
+    after the last step; resume: one to go on from, with its optimizer and at its place in the text; timeout_s: as in
+    `autopar.parallelize`, and the longest that may pass without a step (twice that to the first). Raises InputError
     for a text, model or checkpoint that do not fit, RunError when a rank fails or the loss is not finite, ValueError
     for less than one step.
     """
     if steps < 1:
         raise ValueError(f"steps must be >= 1, not {steps}")
+    # In the ranks these would fail only after their start.
+    refuse_shipped(plan.model.source)
+    check_device(plan)
     if text is not None:
-        read_text(text)  # in the ranks it would fail only after their start
+        read_text(text)
     results = launch(
         "autopar.runtime.train:train_rank",
-        {"plan": plan.dumps(), "text": text, "steps": steps, "save": save, "resume": resume},
+        {
+            "plan": plan.dumps(),
+            "text": text,
+            "steps": steps,
+            "save": save,
+            "resume": resume,
+            "timeout_s": timeout_s,
+        },
         nproc=plan.cluster.world_size,
-        timeout_s=timeout_s,
+        # The ranks' own watch comes first: it knows more.
+        timeout_s=2 * timeout_s + 60,
+        renewed=True,
         device=plan.cluster.device,
         progress=progress,
     )
@@ -106,16 +122,21 @@ def train_rank(payload: dict[str, Any], report: Progress) -> dict[str, Any]:
     device = torch.device("cuda", torch.cuda.current_device()) if plan.cluster.device == "cuda" else "cpu"
     if not any(p.is_meta for p in model.parameters()):
         model = model.to(device)
-    parallel = parallelize(model, plan, weights=payload.get("resume"))
+    parallel = parallelize(
+        model, plan, weights=payload.get("resume"), timeout_s=payload.get("timeout_s", HANG_TIMEOUT_S)
+    )
     optimizer = make_optimizer(parallel)
     first = 0
     if payload.get("resume") is not None:
-        parallel.load(payload["resume"], optimizer)
+        momentum = optimizer.param_groups[0].get("momentum")
+        parallel.load_optimizer(payload["resume"], optimizer)
+        _same_momentum(optimizer, momentum, plan)
         first = _steps_done(optimizer)
     losses, times_s, peak_bytes = [], [], 0
     for step in range(steps):
         batch = parallel.shard_batch(batch_of(first + step))
-        dist.barrier()
+        with activity.during(f"barrier before step {step + 1}"):
+            dist.barrier()
         if step == TRACKED_STEP:
             optimizer.zero_grad()
             with LiveBytes().adopt(parallel, parallel.receive_buffers, optimizer, batch) as live:
@@ -127,6 +148,8 @@ def train_rank(payload: dict[str, Any], report: Progress) -> dict[str, Any]:
             # The first steps warm up: allocator, shapes of the pipeline, optimizer state.
             if step > TRACKED_STEP or steps <= TRACKED_STEP + 1:
                 times_s.append(time.perf_counter() - began)
+        if step == LAST - 1 and parallel.step_check.is_off:
+            report({"note": f"step {LAST}: {parallel.step_check.words}"})
         report({"done": step + 1, "total": steps, "loss": losses[-1]})
     if payload.get("save") is not None:
         for group in optimizer.param_groups:
@@ -164,6 +187,17 @@ def make_optimizer(parallel: ParallelModel) -> torch.optim.Optimizer:
     if kind == "adamw":
         return torch.optim.AdamW(groups, **settings)
     return torch.optim.SGD(groups, momentum=0.9 if kind == "sgd-momentum" else 0.0, **settings)
+
+
+def _same_momentum(optimizer: torch.optim.Optimizer, planned: float | None, plan: Plan) -> None:
+    """Raise InputError where a checkpoint brought another momentum than the plan has memory for."""
+    saved = optimizer.param_groups[0].get("momentum")
+    if bool(saved) != bool(planned):
+        raise InputError(
+            f"the checkpoint was trained {'with' if saved else 'without'} momentum",
+            why=f"the plan is for {plan.request.optimizer}, and the settings of a checkpoint go on",
+            fix=f"search with --optimizer {'sgd-momentum' if saved else 'sgd'}, or begin anew with the weights alone",
+        )
 
 
 def _steps_done(optimizer: torch.optim.Optimizer) -> int:

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from autopar.errors import InputError
+from autopar.runtime.activity import activity
 from autopar.runtime.agreeing import agree
-from autopar.runtime.checkpoint import is_checkpoint, load_checkpoint
+from autopar.runtime.checkpoint import ModelForm, is_checkpoint, load_checkpoint, raised_by_all
 from autopar.runtime.gradients import HeldParameter, local_piece, piece, set_parameter
 from autopar.runtime.hugging_face import recompute_buffers
 from autopar.runtime.recording import recorded, written_since
@@ -35,11 +36,15 @@ class Weights:
     given: dict[str, Tensor] = field(default_factory=dict)
     folder: str | os.PathLike[str] | None = None
 
-    def fill(self, held: Sequence[HeldParameter], *, fingerprint: str) -> None:
+    def fill(self, held: Sequence[HeldParameter], *, form: ModelForm) -> None:
         """Give every parameter that this rank holds its value, one whole tensor at a time; a collective."""
         if self.folder is not None and is_checkpoint(self.folder):
-            load_checkpoint(self.folder, held, fingerprint=fingerprint)
+            load_checkpoint(self.folder, held, form=form)
             return
+        with raised_by_all():
+            self._read(held)
+
+    def _read(self, held: Sequence[HeldParameter]) -> None:
         rest = held
         if self.folder is not None:
             # safetensors comes with transformers only.
@@ -55,6 +60,13 @@ class Weights:
 
 def put_weight(entry: HeldParameter, full: Tensor) -> None:
     """Make `full` the value of a parameter, of which this rank keeps its piece; InputError for another shape."""
+    activity.beat()
+    if full.is_floating_point() != entry.stepped.is_floating_point():
+        raise InputError(
+            f"{entry.name} is {full.dtype} in the file",
+            why=f"the model has it as {entry.stepped.dtype}, and numbers of a quantised model mean something else",
+            fix="give the weights of this model, not quantised",
+        )
     mine, target = piece(entry, full), local_piece(entry.stepped)
     if mine.shape != target.shape:
         raise InputError(

@@ -15,7 +15,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +37,7 @@ from autopar.runtime.launch import (
     stack_path,
 )
 from autopar.runtime.loading import load_file
+from autopar.runtime.watching import group_timeout, tell_first
 
 Target = Callable[[dict[str, Any], Progress], Any]
 
@@ -110,6 +110,10 @@ def rank_main(job_file: str) -> None:
             def report(event: dict[str, Any]) -> None:
                 events.write(json.dumps(event) + "\n")
 
+            def record(error: BaseException) -> None:
+                _write_whole(result_path(job.folder, rank), _error_record(error))
+
+            tell_first(record)
             try:
                 with process_group(job.device, job.threads_per_rank, job.timeout_s), _errors_recorded(job, rank):
                     value = load_target(job.target)(job.payload, report)
@@ -174,7 +178,7 @@ def process_group(device: Device, threads: int, timeout_s: float) -> Iterator[No
         torch.cuda.set_device(where)
         backend = "cpu:gloo,cuda:nccl"
     # The launcher's own time limit comes first; this one keeps a rank from outliving it.
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s + 60), device_id=where)
+    dist.init_process_group(backend, timeout=group_timeout(timeout_s), device_id=where)
     try:
         yield
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -14,18 +15,16 @@ from autopar.plan import Plan
 from autopar.runtime.fakes import has_numbers
 
 
-def join_world(plan: Plan) -> None:
-    """Make sure that a process group of the plan's world size exists; a plan for one rank needs no launcher."""
+def join_world(plan: Plan, timeout: timedelta | None = None) -> None:
+    """Make sure that a process group of the plan's world size exists; a plan for one rank needs no launcher.
+
+    timeout: of the group where it is made here; None for torch's.
+    """
     if not dist.is_initialized():
-        if plan.cluster.device == "cuda" and not torch.cuda.is_available():
-            raise InputError(
-                "the plan is for GPUs, and torch sees none here",
-                why='its cluster has the device "cuda"',
-                fix="run it where it was made for, or profile this machine and search again",
-            )
+        check_device(plan)
         backend = "cpu:gloo,cuda:nccl" if plan.cluster.device == "cuda" else "gloo"
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-            dist.init_process_group(backend)
+            dist.init_process_group(backend, timeout=timeout)
         elif plan.cluster.world_size == 1:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     world = dist.get_world_size() if dist.is_initialized() else 1
@@ -34,6 +33,16 @@ def join_world(plan: Plan) -> None:
             f"the plan is for {plan.cluster.world_size} ranks, {world} are running",
             why="cluster.world_size of the plan and the size of the process group differ",
             fix=f"start it with torchrun --nproc-per-node {plan.cluster.world_size}, or search again for {world}",
+        )
+
+
+def check_device(plan: Plan) -> None:
+    """Raise InputError for a plan for GPUs where there are none."""
+    if plan.cluster.device == "cuda" and not torch.cuda.is_available():
+        raise InputError(
+            "the plan is for GPUs, and torch sees none here",
+            why='its cluster has the device "cuda"',
+            fix="run it where it was made for, or profile this machine and search again",
         )
 
 

@@ -211,3 +211,76 @@ _MOMENTS = {
     "between the renames": _between_the_renames,
     "after the renames": _after_the_renames,
 }
+
+
+def save_with_faults(source: str, folder: str, strategies: list[str], **shape: Any) -> dict[str, list[str]]:
+    """What a save and a wait for it say where something fails on one rank alone; at last, without a fault."""
+    wrapped, optimizer = _started(source, strategies, shape, seed=0)
+    _steps(wrapped, optimizer, (0,))
+    rank, said = dist.get_rank(), {}
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise KeyError("planted")
+
+    faults = {
+        "making room": (0, saving, "_make_room"),
+        "copying": (1, saving, "is_finite"),
+        "the facts": (0, saving, "write_file"),
+        "torch": (1, dcp.FileSystemWriter, "prepare_local_plan"),
+        "none": (-1, saving, "_make_room"),
+    }
+    for name, (bad_rank, home, function) in faults.items():
+        kept = getattr(home, function)
+        if rank == bad_rank:
+            setattr(home, function, fail)
+        try:
+            said[name] = [_said(lambda: wrapped.save(folder, optimizer))]
+            wrapped.save(folder, optimizer, wait=False)
+            said[name].append(_said(wrapped.wait_for_save))
+        finally:
+            setattr(home, function, kept)
+    return said
+
+
+def load_with_faults(source: str, folder: str, strategies: list[str], **shape: Any) -> dict[str, str]:
+    """What a load says of a checkpoint that one rank cannot read, or that is damaged; at last, of a whole one."""
+    from autopar.runtime import checkpoint
+
+    wrapped, optimizer = _started(source, strategies, shape, seed=0)
+    _steps(wrapped, optimizer, (0,))
+    wrapped.save(folder, optimizer)
+    rank, said = dist.get_rank(), {}
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise KeyError("planted")
+
+    for name in ("read_file", "_wanted", "_put"):
+        kept = getattr(checkpoint, name)
+        if rank == 1:
+            setattr(checkpoint, name, fail)
+        try:
+            said[name] = _said(lambda: wrapped.load(folder, optimizer))
+        finally:
+            setattr(checkpoint, name, kept)
+    for pattern in ("__1_0.distcp", ".metadata"):
+        file = Path(folder) / pattern
+        whole = file.read_bytes()
+        dist.barrier()
+        if rank == 0:
+            file.write_bytes(whole[: len(whole) // 2])
+        dist.barrier()
+        said[pattern] = _said(lambda: wrapped.load(folder, optimizer))
+        dist.barrier()
+        if rank == 0:
+            file.write_bytes(whole)
+        dist.barrier()
+    said["none"] = _said(lambda: wrapped.load(folder, optimizer))
+    return said
+
+
+def _said(act: Callable[[], None]) -> str:
+    try:
+        act()
+    except (AutoparError, KeyError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""

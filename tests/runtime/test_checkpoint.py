@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch import nn
+
+from autopar.runtime.checkpoint import ModelForm
 
 Ranks = Callable[..., list[Any]]
 Saved = Callable[[str], tuple[Path, list[dict[str, Any]]]]
@@ -100,6 +104,33 @@ def test_every_plan_reads_every_other(reader: str, ranks: Ranks, saved: Saved) -
 def test_masters_of_mixed_precision_go_from_plan_to_plan(reader: str, ranks: Ranks, saved: Saved) -> None:
     # The forward is rounded to 8 bits, by each plan at other places.
     check_reader(reader, HALF, ranks, saved, 1e-2)
+
+
+@pytest.mark.parametrize(
+    ("reader", "writer"),
+    [
+        ("two ranks", "masters, two ranks"),
+        pytest.param("masters, two ranks", "two ranks", marks=pytest.mark.slow),
+        pytest.param("masters, stages", "tensor parallel", marks=pytest.mark.slow),
+        pytest.param("stages", "masters, sharded", marks=pytest.mark.slow),
+    ],
+)
+def test_a_plan_of_another_precision_goes_on(reader: str, writer: str, ranks: Ranks, saved: Saved) -> None:
+    # Masters are what float32 has: every bit is read; the forward of one of them is rounded to 8 bits.
+    check_reader(reader, [writer], ranks, saved, 1e-2)
+
+
+def test_names_and_shapes_tell_models_apart_whatever_their_dtypes() -> None:
+    model = nn.ModuleDict({"a": nn.Linear(2, 3), "b": nn.Linear(2, 3, bias=False)})
+    model["b"].weight = model["a"].weight
+    form = ModelForm.of(model, "")
+    stored = {"model/a.weight": SimpleNamespace(size=(3, 2)), "model/a.bias": SimpleNamespace(size=(3,))}
+    assert form.why_not({**stored, "optimizer/a.bias/exp_avg": SimpleNamespace(size=(3,))}) == ""
+    tied = {"model/b.weight": stored["model/a.weight"], "model/a.bias": stored["model/a.bias"]}
+    assert form.why_not(tied) == ""
+    assert "lacks a.bias" in form.why_not({"model/a.weight": stored["model/a.weight"]})
+    assert "is (4,) there, (3,) here" in form.why_not({**stored, "model/a.bias": SimpleNamespace(size=(4,))})
+    assert "has no c" in form.why_not({**stored, "model/c": SimpleNamespace(size=(3,))})
 
 
 def test_an_interrupted_save_leaves_the_previous_checkpoint(ranks: Ranks, tmp_path: Path) -> None:

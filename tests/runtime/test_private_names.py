@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,6 +38,7 @@ MODULES = {
 ATTRIBUTES = {
     "_BatchNorm": ("runtime/refusals.py", nn.modules.batchnorm),
     "_PipelineSchedule": ("runtime/pipelining.py", torch.distributed.pipelining.schedules),
+    "_current_frames": ("runtime/activity.py", sys),
     "_cdata": ("runtime/tracker.py", torch.zeros(1).untyped_storage()),
     "_foreach_copy_": ("runtime/buckets.py", torch),
     "_foreach_mul_": ("runtime/gradients.py", torch),

@@ -48,6 +48,23 @@ def test_a_full_disk_is_named_on_every_rank(ranks: Ranks, tmp_path: Path) -> Non
     assert not (tmp_path / "full").exists()
 
 
+def test_whatever_fails_on_one_rank_is_said_on_every_one(ranks: Ranks, tmp_path: Path) -> None:
+    arguments = {"source": TIED, "folder": str(tmp_path / "kept"), "strategies": STRATEGIES, **SHAPE}
+    first, second = ranks("saving_jobs:save_with_faults", SIZE, **arguments)
+    assert first == second
+    assert first.pop("none") == ["", ""]
+    for name, words in first.items():
+        assert all("cannot be saved" in one and "KeyError: 'planted'" in one for one in words), (name, words)
+    first, second = ranks("saving_jobs:load_with_faults", SIZE, **arguments)
+    assert first.pop("none") == second.pop("none") == ""
+    for name in ("read_file", "_wanted", "_put"):
+        assert first.pop(name).startswith("InputError: rank 1 failed: KeyError: 'planted'"), name
+        assert second.pop(name) == "KeyError: 'planted'", name
+    assert set(first) == {"__1_0.distcp", ".metadata"}
+    for words in (*first.values(), *second.values()):
+        assert "kept cannot be read" in words
+
+
 MOMENTS = ("while writing", "before the facts", "between the renames", "after the renames")
 
 
