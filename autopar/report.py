@@ -186,6 +186,8 @@ def counted_tables(plan: Plan, found: Sequence[CountedPeak]) -> tuple[Table, Tab
     expected["activations"] = expected.get("activations", 0) + expected.pop("transient", 0)
     for name, counted_bytes in worst.parts_bytes.items():
         _add_pair(parts, name, counted_bytes, expected.get(name, 0) if memory else None)
+    if worst.host_bytes:
+        _add_pair(parts, "in host memory", worst.host_bytes, None)
     return peaks, parts
 
 

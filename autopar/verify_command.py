@@ -104,7 +104,7 @@ def _counted(plan: Plan, progress: Callable[[Any], None]) -> Verified:
         "predicted": None if predicted is None else [asdict(one) for one in predicted],
     }
     return Verified(
-        json=dumps("autopar.counted", 1, body), words=words, error=error if off > COUNTED_TOLERANCE else None
+        json=dumps("autopar.counted", 2, body), words=words, error=error if off > COUNTED_TOLERANCE else None
     )
 
 

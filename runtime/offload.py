@@ -6,17 +6,39 @@ unverified. On a CPU the copies are as real, within the same memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from autopar.runtime.buckets import buckets_of
 
+_told: list[Callable[[bool], None]] = []
+
+
+@contextmanager
+def told_when_made(tell: Callable[[bool], None]) -> Iterator[None]:
+    """While inside, `tell` hears when a tensor for host memory is about to be made, and (False) when it is."""
+    _told.append(tell)
+    try:
+        yield
+    finally:
+        _told.remove(tell)
+
+
+def _host_tensor(like: Tensor) -> Tensor:
+    for tell in _told:
+        tell(True)
+    made = like.new_empty(like.shape, device="cpu", pin_memory=like.is_cuda)
+    for tell in _told:
+        tell(False)
+    return made
+
 
 def in_host_memory(tensor: Tensor) -> Tensor:
     """A copy of a tensor in host memory, pinned where it comes from a GPU."""
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
+    copy = _host_tensor(tensor)
     copy.copy_(tensor)
     return copy
 
@@ -35,7 +57,7 @@ def send_down(tensors: list[Tensor], take: Callable[[int, Tensor], None]) -> Non
         shapes = [tensor.shape for tensor in bucket]
         flat = bucket[0].reshape(-1) if len(bucket) == 1 else torch.cat([tensor.reshape(-1) for tensor in bucket])
         bucket.clear()
-        copy = torch.empty(flat.shape, dtype=flat.dtype, device="cpu", pin_memory=flat.is_cuda)
+        copy = _host_tensor(flat)
         copy.copy_(flat, non_blocking=True)
         for place, piece, shape in zip(places, copy.split([shape.numel() for shape in shapes]), shapes, strict=True):
             take(place, piece.view(shape))
