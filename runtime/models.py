@@ -19,6 +19,7 @@ from autopar.runtime.hugging_face import build_hugging_face, is_config_path, is_
 from autopar.runtime.loading import load_file
 from autopar.runtime.recording import empty_weights
 from autopar.runtime.source import FORMS, parse_source
+from autopar.shipped import architectures
 from autopar.units import dtype_name
 
 
@@ -101,6 +102,12 @@ def _no_model(base: str) -> InputError:
     if "/" in base or is_there:
         why = f"a MODEL is {FORMS}" if is_there else f"no such file; a MODEL is {FORMS}"
         return InputError(f"{base} is not a MODEL", why=why, fix="check the path (nothing is downloaded)")
+    if base in architectures():
+        return InputError(
+            f"{base} is a name of shipped numbers, not a MODEL",
+            why="no code of the model goes with them",
+            fix=f"plan with `search --model {base}` or `estimate {base}`; a MODEL is {FORMS}",
+        )
     near = difflib.get_close_matches(f"{base}Config".lower().replace("-", ""), ["llamaconfig", "gpt2config"], n=1)
     hint = {"llamaconfig": "LlamaConfig", "gpt2config": "GPT2Config"}[near[0]] if near else ""
     return InputError(

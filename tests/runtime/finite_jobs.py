@@ -40,6 +40,11 @@ def poisoned(source: str, strategies: list[str], folder: str, bad_rank: int, **s
         said["forward"] = _words(lambda: wrapped(**batch))
     last.loss = own
     wrapped.zero_grad()
+    if not stages:
+        # A call without a label, as one of several of a step may be, adds nothing.
+        wrapped(**{**batch, "labels": torch.full_like(batch["labels"], -100)})["loss"].backward()
+        said["no label"] = str(sum(float(g.abs().sum()) for e in wrapped.held if (g := e.local_grad) is not None))
+        wrapped.zero_grad()
     wrapped.train_step(batch)
     grads = [grad for entry in wrapped.held if (grad := entry.local_grad) is not None]
     if rank == bad_rank:

@@ -40,6 +40,7 @@ def test_all_ranks_stop_and_what_was_saved_is_kept(
     said = first["said"]
     for way in ("loss", "forward")[: 1 if shape else 2]:
         assert f"RunError: the loss is not finite in step 3: nan over 56 labels, first on rank {bad_rank}" in said[way]
+    assert said.get("no label", "0.0") == "0.0"
     # The failed call of train_step was the third.
     assert f"RunError: the gradient is not finite in step 4: first of {_first(shape)}" in said["gradient"]
     assert f"on rank {bad_rank}" in said["gradient"]

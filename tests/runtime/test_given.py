@@ -123,6 +123,8 @@ def test_a_plan_from_shipped_numbers_is_refused_before_ranks_start() -> None:
         run_plan(shipped)
     with pytest.raises(InputError, match="t5-large cannot be built"):
         build_model("shipped:t5-large")
+    with pytest.raises(InputError, match="vit-large-16 is a name of shipped numbers"):
+        build_model("vit-large-16")
 
 
 def test_damaged_weights_are_named(tmp_path: Path) -> None:
@@ -160,7 +162,7 @@ def test_damaged_weights_are_named(tmp_path: Path) -> None:
     [
         ("adamw", "adamw-offloaded", ""),
         ("adamw-offloaded", "adamw", ""),
-        ("sgd-momentum", "sgd-momentum-offloaded", ""),
+        pytest.param("sgd-momentum", "sgd-momentum-offloaded", "", marks=pytest.mark.slow),
         ("sgd", "adamw", "has no state of AdamW"),
         ("sgd-momentum", "sgd", "was trained with momentum"),
         ("sgd", "sgd-momentum", "was trained without momentum"),
