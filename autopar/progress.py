@@ -12,7 +12,7 @@ from typing import Any, TextIO
 from autopar.units import format_seconds
 
 Report = Callable[[Mapping[str, Any]], None]
-"""Takes an event: `done` of `total`, `what` is being done, or a `note` to show; other keys are for other readers."""
+"""Takes an event: `done` of `total`, `what` is being done, a `warning` to show; others are for other readers."""
 
 _QUIET_S = 2.0
 
@@ -48,8 +48,8 @@ def _lines(step: str, out: TextIO) -> Report:
 
     def report(event: Mapping[str, Any]) -> None:
         nonlocal begun, last
-        if "note" in event:
-            print(f"{step}: {event['note']}", file=out, flush=True)
+        if "warning" in event:
+            print(f"{step}: {event['warning']}", file=out, flush=True)
         now, counted = time.monotonic(), _counted(event)
         if counted is None:
             return
@@ -100,8 +100,8 @@ def _bar(step: str, out: TextIO) -> Iterator[Report]:
 
         def report(event: Mapping[str, Any]) -> None:
             counted = _counted(event)
-            if "note" in event:
-                bar.console.print(f"{step}: {event['note']}", highlight=False, markup=False)
+            if "warning" in event:
+                bar.console.print(f"{step}: {event['warning']}", highlight=False, markup=False)
             if counted is not None:
                 bar.update(task, completed=counted[0], total=counted[1], what=str(event.get("what", "")))
 

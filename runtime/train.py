@@ -149,7 +149,7 @@ def train_rank(payload: dict[str, Any], report: Progress) -> dict[str, Any]:
             if step > TRACKED_STEP or steps <= TRACKED_STEP + 1:
                 times_s.append(time.perf_counter() - began)
         if step == LAST - 1 and parallel.step_check.is_off:
-            report({"note": f"step {LAST}: {parallel.step_check.words}"})
+            report({"warning": f"step {LAST}: {parallel.step_check.words}"})
         report({"done": step + 1, "total": steps, "loss": losses[-1]})
     if payload.get("save") is not None:
         for group in optimizer.param_groups:
