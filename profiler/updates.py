@@ -148,8 +148,7 @@ class _Stage:
             num_micro_batches=micro_batches,
             group=dist.group.WORLD,
             device=self._device,
-            hidden_shape=_ACTIVATION,
-            dtype=torch.float32,
+            boundaries=[(torch.empty(_ACTIVATION, device="meta", requires_grad=True),)] * (self._stages - 1),
         )
         batch = {"x": self._batch(micro_batches)}
         return lambda: pipeline.step(batch)

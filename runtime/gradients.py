@@ -26,6 +26,7 @@ from autopar.runtime.rows import gather_rows, own_rows, rows_of, start_sum_rows
 _NORM_PIECE, _MANY_PIECES = 1024, 16
 
 if TYPE_CHECKING:
+    from autopar.runtime.copies import Copies
     from autopar.runtime.tensor_parallel import BlockPlan
     from autopar.runtime.vocabulary import WordPlan
 
@@ -52,8 +53,9 @@ class HeldParameter:
     under ZeRO-2 and 3 (both views of it), its float32 master under mixed precision; rows: the ranks over which ZeRO-1
     cuts `stepped`, None where it does not; group: the data-parallel ranks over which the gradient must still be summed
     besides (None where fully_shard does it or there are none); share: what one element counts in a sum over all ranks
-    of the stage, 1 / (ranks that hold the same element of `stepped`), a number or a tensor that broadcasts; tied: it
-    has a second copy on another stage; counted: False for that copy; aliases: its other names in the model;
+    of the stage, 1 / (ranks that hold the same element of `stepped`), a number or a tensor that broadcasts; copies:
+    the stages that hold it, where there are several; counted: whether this is the first of them; aliases:
+    its other names in the model;
     tensor_parallel: how tensor parallelism cut it, None where it did not; in_host_memory: whether `stepped`, a copy,
     lies there with its gradient, while the parameter does not.
     """
@@ -65,7 +67,7 @@ class HeldParameter:
     rows: dist.ProcessGroup | None = None
     group: dist.ProcessGroup | None
     share: float | Tensor
-    tied: bool = False
+    copies: Copies | None = None
     counted: bool = True
     aliases: tuple[str, ...] = ()
     tensor_parallel: TensorParallelCut | None = None

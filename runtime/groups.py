@@ -67,19 +67,24 @@ class RankGroups:
 
     def pipeline(self) -> dist.ProcessGroup:
         """The group of the ranks with this place on every stage, in stage order."""
-        return self._across(tuple(range(self.mesh.pp)))
+        return self.across(tuple(range(self.mesh.pp)))
 
-    def ends(self) -> dist.ProcessGroup:
-        """The group of the two ranks with this place on the first and last stage (for ranks of those stages)."""
-        return self._across((0, self.mesh.pp - 1))
-
-    def _across(self, stages: tuple[int, ...]) -> dist.ProcessGroup:
+    def across(self, stages: tuple[int, ...]) -> dist.ProcessGroup:
+        """The group of the ranks with this place on these pipeline ranks (for ranks of those)."""
         width = self.mesh.ranks_per_stage
         everyone = [tuple(stage * width + place for stage in stages) for place in range(width)]
         return self._group(everyone[self.place], everyone)
 
-    def prepare(self, placements: Iterable[Placement], extra: Iterable[tuple[str, ...]] = ()) -> None:
-        """Make all groups that these placements need, and `extra` ones, so that later calls are no collectives."""
+    def prepare(
+        self,
+        placements: Iterable[Placement],
+        extra: Iterable[tuple[str, ...]] = (),
+        stages: Iterable[tuple[int, ...]] = (),
+    ) -> None:
+        """Make all groups that these placements need, so that later calls are no collectives.
+
+        extra: along more sets of axes; stages: across these pipeline ranks.
+        """
         names = self.mesh.names
         sets = {names, *((name,) for name in names)}
         sets |= {
@@ -92,4 +97,5 @@ class RankGroups:
             self.along(axes)
         if self.mesh.pp > 1:
             self.pipeline()
-            self.ends()
+        for some in stages:
+            self.across(some)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from autopar.plan import Plan
 from autopar.request import OFFLOADED
+from autopar.runtime.copies import Copies
 from autopar.runtime.gradients import HeldParameter, TensorParallelCut
 from autopar.runtime.groups import RankGroups
 from autopar.runtime.precision import Masters
@@ -24,18 +25,19 @@ def held_parameters(
     masters: Masters,
     cuts: Mapping[str, TensorParallelCut],
     tied: Mapping[str, tuple[str, ...]],
+    copies: Mapping[str, Copies],
 ) -> list[HeldParameter]:
     """Every parameter of the stages once, under the name of the first layer that uses it."""
     mesh = plan.mesh
     found: list[HeldParameter] = []
     seen: set[int] = set()
     away = plan.request.optimizer in OFFLOADED.values()
-    across, last = plan.num_stages > 1, len(plan.strategies) - 1
-    for body, layer in ((stage.body, layer) for stage in stages.values() for layer in stage.body.layers):
-        structure = body.structure
+    last = len(plan.strategies) - 1
+    every = ((number, stage.body, layer) for number, stage in stages.items() for layer in stage.body.held_layers)
+    for number, body, layer in every:
         strategy = plan.strategies[layer]
         placed = mesh.place(strategy)
-        for name, parameter in structure.layer_parameters(body.model, layer).items():
+        for name, parameter in body.layer_parameters(layer).items():
             if id(parameter) in seen:
                 continue
             seen.add(id(parameter))
@@ -43,13 +45,13 @@ def held_parameters(
             rows = groups.along(placed.dp_shard) if cut_rows else None
             cut = cuts.get(name)
             along_tp = placed.tp if layer in (0, last) and cut is None else ()
-            copies, replicas = axes_of_copies(mesh, placed, along_tp)
-            share: float | Tensor = shards_of(parameter, rows) / mesh.size(copies)
+            spread, replicas = axes_of_copies(mesh, placed, along_tp)
+            share: float | Tensor = shards_of(parameter, rows) / mesh.size(spread)
             if cut is not None:
                 share = share * tensor_share(cut, parameter, rows)
             master = masters.of(name, parameter, None if cut is None else cut.piece)
-            in_both = across and name in tied
-            summed = () if strategy.zero > 1 else copies if rows is None else replicas
+            several = copies.get(name)
+            summed = () if strategy.zero > 1 else spread if rows is None else replicas
             found.append(
                 HeldParameter(
                     name=name,
@@ -59,8 +61,8 @@ def held_parameters(
                     rows=rows,
                     group=groups.along(summed) if summed else None,
                     share=share,
-                    tied=in_both,
-                    counted=not (in_both and layer > 0),
+                    copies=several,
+                    counted=several is None or number == several.stages[0],
                     aliases=tied.get(name, ()),
                     tensor_parallel=cut,
                     in_host_memory=away and parameter.requires_grad,

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from autopar.axes import Placement
 from autopar.derived import goes_around
 from autopar.plan import Plan
+from autopar.runtime.copies import copies_of
 from autopar.runtime.gradients import HeldParameter, TensorParallelCut
 from autopar.runtime.groups import RankGroups
 from autopar.runtime.holding import held_parameters
@@ -63,7 +64,8 @@ def place_layers(
     placed = [mesh.place(strategy) for strategy in plan.strategies]
     extra = {axes for p in placed for tp in ((), p.tp) for axes in axes_of_copies(mesh, p, tp)}
     extra |= {axes for p in placed for axes in (p.cp, tuple(n for n in mesh.names if n in {*p.sp, *p.cp}))}
-    groups.prepare(placed, extra)
+    copies = copies_of(model, structure, plan)
+    groups.prepare(placed, extra, sorted({one.ranks for one in copies.values()}))
     tied = _tied_parameters(model, structure)
     seed = agreed_seed()
     numbers = plan.stages_of_rank(groups.stage)
@@ -82,6 +84,7 @@ def place_layers(
             usual=frozenset(batch) - {MASK, POSITIONS},
             found=optional,
             always=structure.forms,
+            handed_on=plan.pp > 1 and bool(structure.sides),
         )
         body = StageBody(tree, structure, plan.stage_layers(number), side, device=device)
         stages[number] = StageModule(body, loss)
@@ -95,7 +98,7 @@ def place_layers(
         shard_layers(stages[number], plan, groups, masters, cuts)
         body.attach_ends()
     make_room(list(stages.values()), device)
-    return LocalLayers(stages=stages, held=tuple(held_parameters(stages, plan, groups, masters, cuts, tied)))
+    return LocalLayers(stages=stages, held=tuple(held_parameters(stages, plan, groups, masters, cuts, tied, copies)))
 
 
 def _cut_ends(
@@ -246,7 +249,7 @@ def _tensor_cuts(
     for layer, (path, words) in ends.items():
         group = groups.along(plan.mesh.place(plan.strategies[layer]).tp)
         own = {id(p) for p in body.model.get_submodule(path).parameters(recurse=False)}
-        for name, parameter in body.structure.layer_parameters(body.model, layer).items():
+        for name, parameter in body.layer_parameters(layer).items():
             if id(parameter) in own:
                 found[name] = TensorParallelCut(plan=words, name=name, group=group)
     return found

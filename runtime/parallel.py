@@ -14,6 +14,7 @@ from autopar.plan import Plan
 from autopar.runtime.activity import activity
 from autopar.runtime.batches import example_batch
 from autopar.runtime.checkpoint import ModelForm
+from autopar.runtime.crossing import Boundaries
 from autopar.runtime.given import check_model_and_plan
 from autopar.runtime.groups import RankGroups
 from autopar.runtime.held_shapes import check_local_shapes
@@ -94,11 +95,15 @@ def _wrapped(
         loss = loss or own_loss(model, batch)
     form = ModelForm.of(model, plan.model.fingerprint)
     groups = RankGroups(plan.mesh, plan.cluster.device, group_timeout(timeout_s))
+    boundaries = None
+    if plan.pp > 1 and (found.structure.seams or found.structure.sides):
+        starts = [plan.stage_layers(stage)[0] for stage in range(1, plan.num_stages)]
+        boundaries = Boundaries(model, found.structure, starts, device)
     layers = place_layers(model, plan, found, described, groups, loss, masters, batch, device)
     check_local_shapes(layers.held, plan, described.spec, found.structure, groups)
     if source is not None:
         source.fill(layers.held, form=form)
-    return ParallelModel(plan, found, groups, layers, form)
+    return ParallelModel(plan, found, groups, layers, form, boundaries)
 
 
 def _example(model: nn.Module, plan: Plan) -> dict[str, Tensor]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from math import lcm
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from autopar.plan import Plan
 from autopar.runtime.activity import activity
 from autopar.runtime.batches import sequence_length
 from autopar.runtime.checkpoint import ModelForm, beside, load_checkpoint, raised_by_all
+from autopar.runtime.copies import Copies
+from autopar.runtime.crossing import Boundaries
 from autopar.runtime.fakes import number
 from autopar.runtime.finite import refuse_loss
 from autopar.runtime.given import check_batch, check_folder, check_norm, check_optimizer
@@ -32,7 +35,7 @@ from autopar.runtime.gradients import (
 from autopar.runtime.groups import RankGroups
 from autopar.runtime.layers import LocalLayers
 from autopar.runtime.losses import loss_of, with_loss
-from autopar.runtime.pipelining import Pipeline
+from autopar.runtime.pipelining import Pipeline, shapes_of
 from autopar.runtime.precision import mixed_dtype
 from autopar.runtime.relayout import refuse_length
 from autopar.runtime.samples import own_samples
@@ -41,7 +44,6 @@ from autopar.runtime.stage import StageModule
 from autopar.runtime.step_check import StepCheck
 from autopar.runtime.stepping import follow_steps
 from autopar.runtime.structure import Probe
-from autopar.schedules import V_SHAPED
 
 
 class ParallelModel(nn.Module):
@@ -59,15 +61,17 @@ class ParallelModel(nn.Module):
         groups: RankGroups,
         layers: LocalLayers,
         form: ModelForm,
+        boundaries: Boundaries | None = None,
     ) -> None:
+        """boundaries: where more crosses stages than one hidden state of one shape."""
         super().__init__()
         self.plan, self._form = plan, form
         self.stages = nn.ModuleList(layers.stages.values())
         self._stage_numbers = tuple(layers.stages)
         self.held: tuple[HeldParameter, ...] = layers.held
         self._structure, self._groups = found.structure, groups
+        self._boundaries = boundaries
         self._hidden_shape, self._probe_tokens = found.hidden_shape, found.tokens
-        self._tied_across = plan.num_stages > 1 and found.structure.tied
         self._pipeline_group = groups.pipeline() if plan.pp > 1 else None
         self._pipeline: Pipeline | None = None
         self._steps = self._optimizer_steps = 0
@@ -233,7 +237,7 @@ class ParallelModel(nn.Module):
         return sequence if sequence and self._hidden_shape[0] == self._probe_tokens else self._hidden_shape[0]
 
     def _pipelined(self, batch: Mapping[str, Tensor]) -> None:
-        shape = self._boundary_shape(batch)
+        boundaries = self._crossing(batch)
         if self._pipeline is None:
             assert self._pipeline_group is not None
             self._pipeline = Pipeline(
@@ -243,13 +247,14 @@ class ParallelModel(nn.Module):
                 num_micro_batches=self.plan.num_micro_batches,
                 group=self._pipeline_group,
                 device=self.device,
-                hidden_shape=shape,
-                dtype=mixed_dtype(self.plan.request.dtype)
-                or next(p.dtype for p in self.model.parameters() if p.is_floating_point()),
+                boundaries=boundaries,
             )
-        if shape != self._pipeline.hidden_shape:
+        if shapes_of(boundaries) != self._pipeline.shapes:
+            before, now = next(
+                pair for pair in zip(self._pipeline.shapes, shapes_of(boundaries), strict=True) if pair[0] != pair[1]
+            )
             raise InputError(
-                f"the activations between stages changed from {self._pipeline.hidden_shape} to {shape}",
+                f"the activations between stages changed from {_listed(before)} to {_listed(now)}",
                 why="a pipeline keeps the shapes of its first batch",
                 fix="pad every batch to one sequence length",
             )
@@ -261,9 +266,19 @@ class ParallelModel(nn.Module):
         """The tensors that a pipeline keeps to receive into; they exist from the first step on."""
         return [] if self._pipeline is None else self._pipeline.receive_buffers
 
-    def _boundary_shape(self, batch: Mapping[str, Tensor]) -> tuple[int, ...]:
+    def _crossing(self, batch: Mapping[str, Tensor]) -> Sequence[tuple[Tensor, ...]]:
+        """What crosses each boundary between stages with a micro-batch, on the meta device."""
         samples = self.local_batch // self.plan.num_micro_batches
-        return (samples, self._tokens(batch), *self._hidden_shape[1:])
+        if self._boundaries is not None:
+            masks = self.stage.body.side_inputs.keeps_masks(batch)
+            return self._boundaries.of({name: value[:samples] for name, value in batch.items()}, masks=masks)
+        hidden = torch.empty(
+            (samples, self._tokens(batch), *self._hidden_shape[1:]),
+            dtype=mixed_dtype(self.plan.request.dtype)
+            or next(p.dtype for p in self.model.parameters() if p.is_floating_point()),
+            device="meta",
+        )
+        return [(hidden.requires_grad_(),)] * (self.plan.num_stages - 1)
 
     def _finish(self) -> Tensor:
         """Reduce, check and scale the gradients after the last backward; the global mean loss."""
@@ -271,8 +286,7 @@ class ParallelModel(nn.Module):
             check_gradients_present(self.held, self._groups.along(self.plan.mesh.names))
         with self.step_check.timed("gradient_sync"):
             reduce_gradients(self.held)
-            if self._tied_across:
-                self._sum_tied()
+            self._sum_copies()
         sums = torch.zeros(2, dtype=torch.float64)
         for total, count in (pair for stage in self._stages() for pair in stage.counted):
             sums += torch.stack([total.double().cpu(), count.double().cpu()])
@@ -284,19 +298,23 @@ class ParallelModel(nn.Module):
         scale_gradients(self.held, 1.0 / labels)
         return sums[0] / sums[1]
 
-    def _sum_tied(self) -> None:
-        """Sum the gradients of the two copies of parameters that embedding and head share across stages."""
-        copies = {entry.name: grad for entry in self.held if entry.tied and (grad := entry.local_grad) is not None}
-        if self.plan.schedule in V_SHAPED:
-            # Both ends are on one rank: one parameter, or, where sharded, two copies of it.
-            for entry in self.held:
-                if entry.name in copies and not entry.counted:
-                    first = next(copies[alias] for alias in entry.aliases if alias in copies)
-                    first += copies[entry.name]
-                    copies[entry.name].copy_(first)
-        elif self._groups.stage in (0, self.plan.pp - 1):
-            for grad in copies.values():
-                dist.all_reduce(grad, group=self._groups.ends())
+    def _sum_copies(self) -> None:
+        """Sum the gradients of the copies that several stages have of a parameter (tied, or used between chains)."""
+        mine: defaultdict[Copies, list[HeldParameter]] = defaultdict(list)
+        for entry in self.held:
+            if entry.copies is not None and entry.parameter.requires_grad:
+                mine[entry.copies].append(entry)
+        for copies in sorted(mine, key=lambda one: one.name):
+            for entry in mine[copies]:
+                if entry.stepped.grad is None:  # other ranks wait for it all the same
+                    entry.stepped.grad = torch.zeros_like(entry.stepped)
+            first, *others = (grad for entry in mine[copies] if (grad := entry.local_grad) is not None)
+            for grad in others:
+                first += grad
+            if len(copies.ranks) > 1:
+                dist.all_reduce(first, group=self._groups.across(copies.ranks))
+            for grad in others:
+                grad.copy_(first)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """The 2-norm of the gradient of the whole model, which is then scaled down to `max_norm` if larger.
@@ -388,3 +406,7 @@ class ParallelModel(nn.Module):
         """
         stepped = {id(e.stepped): e.stepped for e in self.held if e.parameter.requires_grad}
         return [{"params": list(stepped.values())}]
+
+
+def _listed(shapes: tuple[tuple[int, ...], ...]) -> str:
+    return ", ".join(map(str, shapes))

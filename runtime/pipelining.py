@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -64,11 +64,16 @@ class _Message:
         """Return: nobody sends or receives."""
 
 
+def shapes_of(boundaries: Sequence[tuple[Tensor, ...]]) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """The shapes of what crosses each boundary."""
+    return tuple(tuple(tuple(x.shape) for x in sent) for sent in boundaries)
+
+
 class Pipeline:
     """One rank's stages under a stock schedule; shapes are fixed by the first batch.
 
     modules: the stages of this rank by their number, in the order of the chain; num_stages: over all ranks.
-    hidden_shape: samples of one micro-batch on this rank, tokens, width: what crosses stages.
+    boundaries: what each stage but the last sends for a micro-batch on this rank, as tensors of the meta device.
     """
 
     def __init__(
@@ -80,10 +85,9 @@ class Pipeline:
         num_micro_batches: int,
         group: dist.ProcessGroup,
         device: torch.device,
-        hidden_shape: tuple[int, ...],
-        dtype: torch.dtype,
+        boundaries: Sequence[tuple[Tensor, ...]],
     ) -> None:
-        self.hidden_shape = hidden_shape
+        self.shapes = shapes_of(boundaries)
         self._num_micro_batches = num_micro_batches
         self._device = device
         self.waited_s = self._busy_s = 0.0
@@ -91,18 +95,18 @@ class Pipeline:
         self._first, self._last = 0 in modules, num_stages - 1 in modules
         self._stages = []
         for stage, module in modules.items():
-            hidden = torch.empty(hidden_shape, dtype=dtype, device="meta")
             # Given shapes spare the schedule a trial forward and backward.
-            received = torch.empty(1, device="meta") if stage == 0 else hidden.requires_grad_()
-            sent = torch.empty((), device="meta") if stage == num_stages - 1 else hidden
+            received = (torch.empty(1, device="meta"),) if stage == 0 else boundaries[stage - 1]
+            loss = (torch.empty((), device="meta").requires_grad_(),)
+            sent = loss if stage == num_stages - 1 else boundaries[stage]
             self._stages.append(
                 PipelineStage(
                     module,
                     stage,
                     num_stages,
                     device,
-                    input_args=(received,),
-                    output_args=(sent.requires_grad_(),),
+                    input_args=received,
+                    output_args=sent,
                     group=group,
                 )
             )

@@ -7,6 +7,7 @@ state between them. A parameter belongs to where it is used.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -20,25 +21,60 @@ from autopar.runtime.batches import sequence_length
 from autopar.runtime.chains import Lists, find_lists
 from autopar.runtime.ends import SeenEnds
 from autopar.runtime.refusals import refuse_auxiliary_loss, refuse_batch_statistics, refuse_shared
-from autopar.runtime.seen import Run, Seen, forms_of, kinds_of, why_no_pipeline
-from autopar.runtime.structure import Probe, Structure
+from autopar.runtime.seen import Run, Seen, forms_of, kinds_of, sides_of, why_no_pipeline
+from autopar.runtime.structure import Probe, Seam, Structure
 from autopar.runtime.trees import tree_leaves
 
 
 class UsedParameters(TorchFunctionMode):
-    """Notes which parameters torch functions get, by the phase of the forward in which they run."""
+    """Notes which parameters torch functions get, by the phase of the forward in which they run.
+
+    between: those used between blocks, by the number of the next one; called: the modules that ran there; taken:
+    where something else of the layers before is used outside the blocks than the hidden state that came last
+    (`handed`, with what was made of it).
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.phase = "embed"
+        self.phase, self.block = "embed", 0
+        self.handed: dict[int, Tensor] = {}
         self.used: dict[str, set[int]] = {"embed": set(), "between": set(), "blocks": set(), "head": set()}
+        self.between: defaultdict[int, set[int]] = defaultdict(set)
+        self.called: defaultdict[int, set[str]] = defaultdict(set)
+        self.taken = ""
+
+    def _take(self, func: Any) -> None:
+        if getattr(func, "__name__", "") != "__get__":  # shapes may be looked at
+            where = "after its last block" if self.phase == "head" else f"before its block {self.block}"
+            self.taken = f"its forward uses more than the last hidden state {where}"
+
+    def watch(self, model: nn.Module) -> list[Any]:
+        """Hooks that note which modules with parameters of their own run before each block, outside the blocks."""
+
+        def see(path: str) -> Any:
+            def hook(module: nn.Module, args: Any) -> None:
+                if self.phase in ("embed", "between"):
+                    self.called[self.block].add(path)
+
+            return hook
+
+        owners = [(path, m) for path, m in model.named_modules() if any(True for _ in m.parameters(recurse=False))]
+        return [module.register_forward_pre_hook(see(path)) for path, module in owners]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        outside = self.phase in ("between", "head")
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, nn.Parameter):
                 self.used[self.phase].add(id(leaf))
-        return func(*args, **kwargs)
+                if self.phase == "between":
+                    self.between[self.block].add(id(leaf))
+            elif outside and isinstance(leaf, Tensor) and leaf.requires_grad and id(leaf) not in self.handed:
+                self._take(func)
+        result = func(*args, **kwargs)
+        if outside:
+            self.handed |= {id(leaf): leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)}
+        return result
 
 
 @contextmanager
@@ -79,7 +115,7 @@ def _probe(model: nn.Module, batch: Mapping[str, Tensor], lists: Lists, *, fine:
     usage = UsedParameters()
     seen = Seen(model, lists, usage)
     ends = SeenEnds(model, [path for paths in lists for path in paths], batch, lambda: usage.phase)
-    with _hooked(model, [*ends.handles, *seen.handles]):
+    with _hooked(model, [*ends.handles, *seen.handles, *usage.watch(model)]):
         # Gradients are enabled to see which tensors depend on parameters; `Seen` cuts the graph at each block.
         with usage, torch.enable_grad():
             model(**batch)
@@ -96,17 +132,21 @@ def _probe(model: nn.Module, batch: Mapping[str, Tensor], lists: Lists, *, fine:
     outside = {name: i for name, i in named.items() if not name.startswith(tuple(f"{path}." for path in paths))}
     embed, head, tied = _ends(outside, usage.used["embed"] | usage.used["between"], usage.used["head"])
     kinds, inputs = kinds_of(model, lists, first)
-    between = [name for name, i in named.items() if i in usage.used["between"]]
+    starts = tuple(number for number, run in enumerate(first) if not run.direct)
+    between = {n: next(name for name, i in named.items() if i in ids) for n, ids in usage.between.items()}
     structure = Structure(
         paths=paths,
         forms=forms_of(first, second),
-        starts=tuple(number for number, run in enumerate(first) if not run.direct),
+        starts=starts,
         hidden_size=first[-1].hidden_shape[-1],
         embed_parameters=embed,
         head_parameters=head,
         tied=tied,
         kinds=kinds,
-        pipeline_reason=why_no_pipeline(first, lists, between),
+        pipeline_reason=why_no_pipeline(first, lists, between, usage.taken),
+        front_parameters=_used_before(0, outside, embed, usage) if len(starts) > 1 else embed,
+        seams=tuple(Seam(block=n, parameters=_used_before(n, outside, embed, usage)) for n in starts[1:]),
+        sides=sides_of(first),
     )
     used = set().union(*usage.used.values())
     # The hidden state enters a chain of several parts more than once, and so may the ids.
@@ -136,6 +176,23 @@ def _check_lists(runs: Sequence[Run], lists: Lists, *, fine: bool) -> None:
             )
         if fine and any(not run.direct for run in runs if places[run.path][0] == number and places[run.path][1]):
             raise InputError("the inner blocks are no chains", why="something runs between them", fix="")
+
+
+def _used_before(
+    block: int, outside: Mapping[str, int], embed: Sequence[str], usage: UsedParameters
+) -> tuple[str, ...]:
+    """The names of the parameters of the embedding that are used right before a block, before the first those that
+    nothing uses too; of a shared one also those under which modules that run there know it.
+    """
+    used = (
+        usage.between[block]
+        if block
+        else usage.used["embed"] | set(outside.values()) - set().union(*usage.used.values())
+    )
+    called = usage.called[block]
+    return tuple(
+        name for name, i in outside.items() if i in used and (name in embed or name.rpartition(".")[0] in called)
+    )
 
 
 def _ends(

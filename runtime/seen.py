@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from autopar.errors import InputError
 from autopar.runtime.arguments import Key, argument, named_arguments, tensor_arguments
 from autopar.runtime.chains import Lists, own_settings
-from autopar.runtime.structure import BlockForm, BlockInputs, parameters_of
+from autopar.runtime.structure import BlockForm, BlockInputs, Side, parameters_of
 from autopar.runtime.trees import tree_map
 
 Shape = tuple[int, ...]
@@ -20,9 +20,22 @@ K = TypeVar("K", Key, int)
 
 
 class Phases(Protocol):
-    """Where a forward is."""
+    """Where a forward is; block: the number of the next one; handed: what code outside the blocks may take of them."""
 
     phase: str
+    block: int
+    handed: dict[int, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Where a side input comes from: what block `made` returned at `place`; or, with place 0, code outside the blocks,
+    block `made` being the first to get it. number: tells those apart; fresh: it was made right before that block."""
+
+    made: int
+    place: int
+    number: int = 0
+    fresh: bool = True
 
 
 @dataclass(kw_only=True, eq=False)
@@ -31,7 +44,8 @@ class Run:
 
     hidden: the key of its hidden state; hidden_shape: of what it returned; direct: it got what the block before it
     returned; shapes: of its tensors by key; outputs: of what it returned beside the hidden state, by place; learned:
-    the keys of side inputs that depend on parameters, or on what other blocks returned beside the hidden state.
+    the keys of side inputs that depend on parameters, or on what other blocks returned beside the hidden state;
+    sources: where those come from, by key.
     """
 
     path: str
@@ -39,6 +53,7 @@ class Run:
     direct: bool
     shapes: dict[Key, Shape]
     learned: tuple[Key, ...]
+    sources: dict[Key, Source]
     captured: Any
     output_length: int = 0
     hidden_shape: Shape = ()
@@ -70,7 +85,8 @@ class Seen:
         self._runs: list[Run] = []
         self._passed: Tensor | None = None
         self._given: tuple[Tensor, int] | None = None
-        self._phases.phase = "embed"
+        self._sources: dict[int, tuple[Tensor, Source]] = {}
+        self._phases.phase, self._phases.block, self._phases.handed = "embed", 0, {}
 
     def take(self) -> list[Run]:
         """The runs of the blocks in order."""
@@ -84,6 +100,7 @@ class Seen:
 
     def _before(self, path: str, key: Any) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._phases.phase = "blocks"
             place = _find_hidden(args, kwargs)
             hidden = argument(args, kwargs, place)
             tensors = tensor_arguments(args, kwargs)
@@ -98,14 +115,22 @@ class Seen:
                     direct=hidden is self._passed,
                     shapes=shapes,
                     learned=tuple(key for key, x in tensors if key != place and x.requires_grad),
+                    sources={key: found for key, x in tensors if key != place and (found := self._source(x))},
                     captured=whole,
                     outputs={},
                 )
             )
             self._given = (hidden, hidden._version)
-            self._phases.phase = "blocks"
 
         return hook
+
+    def _source(self, value: Tensor) -> Source | None:
+        """Where a side input comes from, None for one that every stage computes from its batch."""
+        if id(value) not in self._sources and value.requires_grad:
+            fresh = id(value) in self._phases.handed
+            found = Source(made=len(self._runs), place=0, number=len(self._sources), fresh=fresh)
+            self._sources[id(value)] = value, found
+        return self._sources[id(value)][1] if id(value) in self._sources else None
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         run, name = self._runs[-1], self._runs[-1].path
@@ -125,13 +150,17 @@ class Seen:
         run.output_length = len(output) if isinstance(output, tuple) else 0
         run.hidden_shape = tuple(first.shape)
         is_last = len(self._runs) == self._count
-        self._phases.phase = "head" if is_last else "between"
         if is_last:
             torch.set_grad_enabled(False)  # the logits of a large vocabulary need no graph
         marked = tree_map(_marked, output)
         if isinstance(output, tuple):
             run.outputs = {i: tuple(x.shape) for i, x in enumerate(output) if i and isinstance(x, Tensor)}
-        self._passed = marked[0] if isinstance(output, tuple) else marked
+        self._passed = passed = marked[0] if isinstance(output, tuple) else marked
+        for i, x in enumerate(marked if isinstance(output, tuple) else ()):
+            if i and isinstance(x, Tensor):
+                self._sources[id(x)] = x, Source(made=len(self._runs) - 1, place=i)
+        self._phases.phase, self._phases.block = "head" if is_last else "between", len(self._runs)
+        self._phases.handed = {id(passed): passed}
         return marked
 
 
@@ -218,21 +247,48 @@ def kinds_of(model: nn.Module, lists: Lists, runs: Sequence[Run]) -> tuple[tuple
     return tuple(kinds), inputs
 
 
-def why_no_pipeline(runs: Sequence[Run], lists: Lists, between: Sequence[str]) -> str:
-    """Why a chain cannot be cut into stages, "" where it can; between: the parameters used between its blocks."""
-    homes = [paths[0].rpartition(".")[0] for paths in lists]
-    if len(homes) > 1:
-        return f"its blocks are {len(homes)} chains: {', '.join(homes[:4])}"
-    changed = next((i for i, run in enumerate(runs) if i and not run.direct), None)
+def sides_of(runs: Sequence[Run]) -> tuple[Side, ...]:
+    """What blocks take beside the hidden state that other layers make, in the order in which it is first taken."""
+    keys: dict[Source, Key] = {}
+    users: dict[Source, list[tuple[int, Key]]] = {}
+    for number, run in enumerate(runs):
+        for key, source in run.sources.items():
+            keys.setdefault(source, key)
+            users.setdefault(source, []).append((number, key))
+    return tuple(
+        Side(made=source.made, place=source.place, key=keys[source], users=tuple(found))
+        for source, found in users.items()
+    )
+
+
+def why_no_pipeline(runs: Sequence[Run], lists: Lists, between: Mapping[int, str], taken: str) -> str:
+    """Why a chain cannot be cut into stages, "" where it can.
+
+    between: a parameter used right before a block, by its number; taken: where code outside the blocks takes something
+    else of the layers before it than the hidden state, if it does. Where one list of blocks ends and the next begins,
+    the model may do what it likes with the hidden state: the stage of the next block does it.
+    """
+    homes = [run.path.rpartition(".")[0] for run in runs]
+    seams = {i for i, run in enumerate(runs) if i and not run.direct and homes[i] != homes[i - 1]}
+    changed = next((i for i, run in enumerate(runs) if i and not run.direct and i not in seams), None)
     if changed is not None:
         return f"something between {runs[changed - 1].path} and {runs[changed].path} changes the hidden state"
-    if between:
-        return f"its forward uses {between[0]} between its blocks"
-    learned = next((run for run in runs if run.learned), None)
-    if learned is not None:
-        keys = ", ".join(key if isinstance(key, str) else f"argument {key}" for key in learned.learned[:3])
-        return f"{learned.path} gets {keys}, which other layers compute from their parameters"
-    shapes = {run.hidden_shape[1:] for run in runs} | {run.shapes[run.hidden][1:] for run in runs}
-    if len(shapes) > 1:
-        return f"the hidden state changes its shape: {', '.join(str(list(s)) for s in sorted(shapes)[:3])}"
-    return ""
+    inside = next((name for number, name in between.items() if number not in seams), None)
+    if inside is not None:
+        return f"its forward uses {inside} between its blocks"
+    for number, run in enumerate(runs):
+        keys = [k for k in run.learned if not _handed_on(run.sources[k], seams)]
+        if keys:
+            named = ", ".join(key if isinstance(key, str) else f"argument {key}" for key in keys[:3])
+            return f"{run.path} gets {named}, which other layers compute from their parameters"
+        if run.shapes[run.hidden][1:] != run.hidden_shape[1:] or (
+            number and number not in seams and run.hidden_shape[1:] != runs[number - 1].hidden_shape[1:]
+        ):
+            shapes = {run.hidden_shape[1:] for run in runs} | {run.shapes[run.hidden][1:] for run in runs}
+            return f"the hidden state changes its shape: {', '.join(str(list(s)) for s in sorted(shapes)[:3])}"
+    return taken
+
+
+def _handed_on(source: Source, seams: Collection[int]) -> bool:
+    """Whether stages hand a side input on: a block returns it, or the stage of the first block of a list makes it."""
+    return source.place > 0 or (source.made in seams and source.fresh)

@@ -34,11 +34,11 @@ def shard_layers(
     body = stage.body
     mesh, structure = plan.mesh, body.structure
     last = structure.num_blocks + 1
-    sharded = [layer for layer in body.layers if plan.strategies[layer].zero >= 2]
+    sharded = [layer for layer in body.held_layers if plan.strategies[layer].zero >= 2]
     if not sharded:
         return
     for layer in sharded:
-        for name, parameter in structure.layer_parameters(body.model, layer).items():
+        for name, parameter in body.layer_parameters(layer).items():
             cut = cuts.get(name)
             master = masters.of(name, parameter, None if cut is None else cut.piece)
             if master is not None:
@@ -60,7 +60,7 @@ def shard_layers(
             for part in _apart(whole) if outside and len(structure.starts) > 1 else [whole] if whole else []:
                 device_mesh = groups.mesh_along(placed.dp_shard, axes_of_copies(mesh, placed, tp)[1])
                 shard_modules(part, device_mesh, keep_unsharded=strategy.zero == 2, gathered=masters.dtype)
-    named = {id(p) for layer in sharded for p in structure.layer_parameters(body.model, layer).values()}
+    named = {id(p) for layer in sharded for p in body.layer_parameters(layer).values()}
     ignored = {p for p in body.parameters() if id(p) not in named}
     split = plan.pp > 1 and plan.schedule in SPLIT_BACKWARD
     shard_root(stage if split else body, groups.mesh_along(mesh.names), ignored, gathered=masters.dtype)
@@ -70,8 +70,7 @@ def _modules_of(body: StageBody, layer: int) -> list[nn.Module]:
     """The modules that hold the parameters of a layer: the block, or the owners of those of embedding or head."""
     if 0 < layer <= body.structure.num_blocks:
         return [body.blocks()[layer - 1]]
-    structure = body.structure
-    return owners(body.model, structure.embed_parameters if layer == 0 else structure.head_parameters)
+    return owners(body.model, body.layer_parameters(layer))
 
 
 def _contains_blocks(module: nn.Module, body: StageBody) -> bool:

@@ -61,7 +61,8 @@ class SideInputs:
 
     group: the ranks of the stage, None where all layers have the boundary's samples; boundary: how those are cut;
     usual: the entries of a batch that need no second look; found: as `probe_optional` has it; always: the forms of the
-    blocks without them; checks: what is to be run before the first batch with an entry.
+    blocks without them; checks: what is to be run before the first batch with an entry; handed_on: other stages take
+    side inputs of this one, whose shapes must not depend on what is padded.
     """
 
     group: Any = None
@@ -70,6 +71,7 @@ class SideInputs:
     found: Mapping[str, Probe | str] = field(default_factory=dict)
     always: Sequence[BlockForm] = ()
     checks: dict[str, list[Callable[[], object]]] = field(default_factory=dict)
+    handed_on: bool = False
     _now: tuple[Sequence[BlockForm], ...] = ()
     _samples: int = 0
     _agreed: bool = True
@@ -88,13 +90,17 @@ class SideInputs:
             self._now += self._forms_with(name)
         self._samples = next((x.shape[0] for x in batch.values()), 0)
         try:
-            if unusual:
+            if unusual or self.keeps_masks(batch):
                 with masks_kept(model):
                     yield
             else:
                 yield
         finally:
             self._moved.clear()
+
+    def keeps_masks(self, batch: Mapping[str, Tensor]) -> bool:
+        """Whether the model must make its masks also where nothing is padded, as other stages count on them."""
+        return self.handed_on and not self.usual.issuperset(batch)
 
     def _forms_with(self, name: str) -> tuple[Sequence[BlockForm], ...]:
         found = self.found.get(name)

@@ -41,6 +41,28 @@ class BlockForm:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Side:
+    """A tensor beside the hidden state that other layers make and blocks take; stages hand it on.
+
+    made: the block that returns it at `place` of its tuple; with place 0 it is made outside the blocks, right before
+    block `made`, which takes it as `key`; users: the blocks that take it, with their keys.
+    """
+
+    made: int
+    place: int
+    key: Key
+    users: tuple[tuple[int, Key], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seam:
+    """Where one list of blocks ends and the next begins: the first block of that, the parameters used right before."""
+
+    block: int
+    parameters: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Structure:
     """Where the chain of a model is.
 
@@ -48,7 +70,9 @@ class Structure:
     get something else than what the block before them returned, always the first; hidden_size: elements of the hidden
     state's last dimension; embed_parameters, head_parameters: full names; tied: whether some parameter is in both;
     kinds: for each block the number of its kind (class, parameter shapes and dtypes, settings, shapes of its inputs);
-    pipeline_reason: why the chain cannot be cut into stages, "" where it can.
+    pipeline_reason: why the chain cannot be cut into stages, "" where it can; front_parameters: those of the embedding
+    that are used before the first block; seams: where the chain may change its hidden state, with the others; sides:
+    what layers hand to blocks beside the hidden state. A parameter may be used in several places.
     """
 
     paths: tuple[str, ...]
@@ -60,11 +84,35 @@ class Structure:
     tied: bool
     kinds: tuple[int, ...]
     pipeline_reason: str = ""
+    front_parameters: tuple[str, ...] = ()
+    seams: tuple[Seam, ...] = ()
+    sides: tuple[Side, ...] = ()
+
+    def crossing(self, layer: int) -> tuple[int, ...]:
+        """The numbers of the sides that cross the boundary before a layer of the chain."""
+        block = layer - 1
+        return tuple(
+            number
+            for number, side in enumerate(self.sides)
+            if side.made < block and any(user >= block for user, _ in side.users)
+        )
 
     @property
     def num_blocks(self) -> int:
         """The number of blocks."""
         return len(self.paths)
+
+    def outside_names(self, layers: range) -> set[str]:
+        """The parameters outside the blocks that a stage of these layers uses: a seam goes with the block after it."""
+        if len(layers) == self.num_blocks + 2:
+            return {*self.embed_parameters, *self.head_parameters}
+        found = {*(self.front_parameters if 0 in layers else ())}
+        found |= {name for seam in self.seams if seam.block + 1 in layers for name in seam.parameters}
+        return found | {*(self.head_parameters if self.num_blocks + 1 in layers else ())}
+
+    def is_outside(self, name: str) -> bool:
+        """Whether a parameter lies outside the blocks."""
+        return not name.startswith(tuple(f"{path}." for path in self.paths))
 
     def block(self, model: nn.Module, number: int) -> nn.Module:
         """A block of the model, or what stands in its place; negative numbers count from the end."""
