@@ -16,7 +16,7 @@ from typing import Literal
 from autopar import roofline
 from autopar.axes import divisors
 from autopar.measured import Collective, LayerCost, LayerProfile, Line, TensorParallelCall
-from autopar.model import LayerKind, ModelSpec, Parameter
+from autopar.model import LayerKind, ModelSpec, Parameter, SeamKind
 from autopar.units import DTYPE_BYTES
 
 SAMPLES = (1, 2, 4, 8, 16, 32)
@@ -291,8 +291,10 @@ def chain(
     hidden: int,
     vocab: int | None,
     pipeline_reason: str = "",
+    parts: tuple[LayerKind, ...] = (),
+    seams: tuple[SeamKind, ...] = (),
 ) -> ModelSpec:
-    """The shipped model of these kinds, in this order."""
+    """The shipped model of these kinds, in this order; parts: of its embedding, that before the first block first."""
     shapes = [[kind.name, [[p.name, p.shape, p.dtype] for p in kind.parameters]] for kind in kinds]
     text = json.dumps([shapes, layers, tied])
     return ModelSpec(
@@ -300,9 +302,11 @@ def chain(
         source=f"shipped:{name}",
         fingerprint=hashlib.sha256(text.encode()).hexdigest()[:16],
         layers=layers,
-        kinds=kinds,
+        kinds=(*kinds, *parts),
         tied=tied,
         hidden_size=hidden,
         vocab_size=vocab,
         pipeline_reason=pipeline_reason,
+        front=parts[0].name if parts else "",
+        seams=seams,
     )

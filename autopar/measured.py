@@ -240,8 +240,29 @@ def _check_lines(value: object, *fields: str) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SideBytes:
+    """A tensor beside the hidden state that layer `made` makes and layers up to `last` take (the encoder's output).
+
+    gradient_bytes: of its gradient, 0 where it has none.
+    """
+
+    made: int
+    last: int
+    size_bytes: Line
+    gradient_bytes: Line
+
+    def __post_init__(self) -> None:
+        if not 0 < self.made <= self.last:
+            raise ValueError(f"SideBytes needs 0 < made <= last, not {self.made} and {self.last}")
+        _check_lines(self, "size_bytes", "gradient_bytes")
+
+
+@dataclass(frozen=True, kw_only=True)
 class LayerProfile:
-    """All measured layers of a model, with `processes` computing at once on `device_name`, at this sequence length."""
+    """All measured layers of a model, with `processes` computing at once on `device_name`, at this sequence length.
+
+    sides: what layers hand on beside the hidden state.
+    """
 
     device: Literal["cpu", "cuda"]
     device_name: str
@@ -249,6 +270,7 @@ class LayerProfile:
     sequence: int
     dtype: str
     costs: tuple[LayerCost, ...]
+    sides: tuple[SideBytes, ...] = omitted(())
 
     def __post_init__(self) -> None:
         for field, limit in (("processes", 1 << 20), ("sequence", 1 << 24)):

@@ -266,5 +266,13 @@ def edge_bytes(size_bytes: int, *, stage: int, pp: int, micro_batches: int) -> t
     gradient (torch.distributed.pipelining allocates all of them at once), and the output that was sent last, which the
     schedule holds until the next; then what each live micro-batch keeps: its output.
     """
-    before, behind = int(stage > 0), int(stage < pp - 1)
-    return size_bytes * (micro_batches * (before + behind) + behind), size_bytes * behind
+    before_bytes, behind_bytes = size_bytes * (stage > 0), size_bytes * (stage < pp - 1)
+    return ends_bytes(
+        received_bytes=before_bytes, returned_bytes=behind_bytes, sent_bytes=behind_bytes, micro_batches=micro_batches
+    )
+
+
+def ends_bytes(*, received_bytes: int, returned_bytes: int, sent_bytes: int, micro_batches: int) -> tuple[int, int]:
+    """As `edge_bytes` where boundaries differ: what the stage before sends, what comes back of the stage behind, and
+    what is sent on that does not lie in a receive buffer."""
+    return micro_batches * (received_bytes + returned_bytes) + sent_bytes, sent_bytes

@@ -99,13 +99,22 @@ class LayerKind:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SeamKind:
+    """The first layer after a seam, and the kind of what runs right before it, outside the blocks."""
+
+    layer: int
+    kind: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelSpec:
     """A model as a chain of layers.
 
     source: the MODEL string it can be built from again; layers: the kind name of each layer in chain order (embed
     first, head last); tied: embed and head share parameters (each is then listed in both kinds); fingerprint: a hash
     of all parameter names, shapes and dtypes; pipeline_reason: why the runtime of this version cannot put its layers
-    on several stages, if so.
+    on several stages, if so; seams: where one list of blocks follows another (decoder after encoder), whose stage then
+    holds part of the embedding; front: the kind of the part before the first block.
     Raises ValueError when the chain does not hold together.
     """
 
@@ -118,6 +127,8 @@ class ModelSpec:
     hidden_size: int
     vocab_size: int | None = None
     pipeline_reason: str = omitted("")
+    front: str = omitted("")
+    seams: tuple[SeamKind, ...] = omitted(())
 
     def __post_init__(self) -> None:
         known = [kind.name for kind in self.kinds]
@@ -126,6 +137,11 @@ class ModelSpec:
         missing = [name for name in self.layers if name not in known]
         if missing:
             raise ValueError(f"ModelSpec.layers names unknown kinds: {missing}")
+        parts = [self.front, *(seam.kind for seam in self.seams)] if self.seams else []
+        if any(part not in known for part in parts):
+            raise ValueError(f"ModelSpec.front and seams name unknown kinds: {sorted(set(parts) - set(known))}")
+        if any(not 1 < seam.layer < len(self.layers) - 1 for seam in self.seams):
+            raise ValueError("ModelSpec.seams must be blocks after the first")
         roles = [self.kind(i).role for i in range(len(self.layers))]
         if len(roles) < 3 or roles[0] != "embed" or roles[-1] != "head" or set(roles[1:-1]) != {"block"}:
             raise ValueError("ModelSpec.layers must be embed, one block or more, head")
@@ -139,6 +155,10 @@ class ModelSpec:
     def kind(self, layer: int) -> LayerKind:
         """The kind of the layer at this place of the chain."""
         return self._kinds[self.layers[layer]]
+
+    def kind_named(self, name: str) -> LayerKind:
+        """The kind of this name."""
+        return self._kinds[name]
 
     @property
     def num_blocks(self) -> int:

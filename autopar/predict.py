@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -9,11 +10,12 @@ from math import ceil, exp
 from typing import TypedDict
 
 from autopar.axes import Layout, RankMesh
+from autopar.boundaries import activation_bytes, crossing, doubled_bytes, made_bytes, parts_of
 from autopar.cluster import ClusterSpec
 from autopar.comm import seconds, shape_of
 from autopar.layer_memory import Unit
 from autopar.measured import GroupShape, LayerProfile, LinkProfile, Origin, weakest
-from autopar.memory import edge_bytes, walk_stages
+from autopar.memory import ends_bytes, walk_stages
 from autopar.model import ModelSpec
 from autopar.orders import actions
 from autopar.pipeline import Ending, StageTimes, Timeline, simulate, step
@@ -23,7 +25,7 @@ from autopar.schedules import stage_rank
 from autopar.sharing import Sharing
 from autopar.strategy import Strategy
 from autopar.streams import Row
-from autopar.tables import activation_bytes, layer_cost, layer_layout, shared_bytes
+from autopar.tables import kind_cost, layer_layout, shared_bytes
 from autopar.work import Work, layer_work, relayout_s, send_s
 
 CAUSES = ("compute", "tp_communication", "zero_communication", "relayout")
@@ -110,7 +112,7 @@ class Known:
     """What pricing one plan found out that holds for other plans of the same request on the same files."""
 
     units: dict[tuple[str, Strategy, float, int, bool], Unit] = field(default_factory=dict)
-    works: dict[tuple[int, int, str, Strategy], Work] = field(default_factory=dict)
+    works: dict[tuple[int, int, str, Strategy, int], Work] = field(default_factory=dict)
     walks: dict[tuple[object, ...], RankMemory] = field(default_factory=dict)
 
 
@@ -202,8 +204,16 @@ def simulated(
             ranks_per_stage=mesh.ranks_per_stage,
             ranks_per_node=cluster.ranks_per_node,
         )
-    one_send_s = send_s(mesh, cluster, links, activation_bytes(model, layers, plan.micro_batch))
+    one_send_s = send_s(mesh, cluster, links, _mean_sent_bytes(plan, model, layers))
     return Simulated(plan=plan, works=works, send_s=one_send_s, ending=ending, sharing=sharing)
+
+
+def _mean_sent_bytes(plan: Plan, model: ModelSpec, layers: LayerProfile) -> float:
+    """Of the ranks of a stage, what a send takes, the mean over boundaries and both ways."""
+    width = plan.mesh.ranks_per_stage
+    firsts = [plan.stage_layers(stage).start for stage in range(1, plan.num_stages)]
+    found = [crossing(model, layers, layer, plan.micro_batch, width) for layer in firsts]
+    return width * sum((one.sent_bytes + one.back_bytes) / 2 for one in found) / max(1, len(found))
 
 
 def _tied_s(plan: Plan, model: ModelSpec, cluster: ClusterSpec, links: LinkProfile) -> float:
@@ -240,20 +250,17 @@ def rank_memory(
             part
             for stage in plan.stages_of_rank(rank)
             for span in (plan.stage_layers(stage),)
-            for part in (stage, span.start, plan.strategies[span.start : span.stop])
+            for part in (stage, span.start, plan.strategies[0], plan.strategies[span.start : span.stop])
         ),
     )
     if name in known.walks and moments is None and working is None:
         return known.walks[name]
-    moved_bytes = ceil(activation_bytes(model, layers, plan.micro_batch) / plan.mesh.ranks_per_stage)
     stages: dict[int, list[Unit]] = {}
     held_bytes: dict[int, int] = {}
     buffers_bytes = 0
     for stage in plan.stages_of_rank(rank):
         stages[stage] = units = _stage_units(plan, stage, model, layers, known)
-        fixed_bytes, held_bytes[stage] = edge_bytes(
-            moved_bytes, stage=stage, pp=plan.num_stages, micro_batches=plan.num_micro_batches
-        )
+        fixed_bytes, held_bytes[stage] = _ends_bytes(plan, stage, model, layers)
         buffers_bytes += fixed_bytes
         if stage > 0 and not units[0].relayout:
             # Without a relayout the saved input of the first layer is the receive buffer itself.
@@ -271,16 +278,32 @@ def rank_memory(
     return known.walks[name]
 
 
+def _ends_bytes(plan: Plan, stage: int, model: ModelSpec, layers: LayerProfile) -> tuple[int, int]:
+    """What a stage keeps at its two ends: see autopar.memory.edge_bytes. With the sides that it makes itself."""
+    span, samples, ranks = plan.stage_layers(stage), plan.micro_batch, plan.mesh.ranks_per_stage
+    before = crossing(model, layers, span.start, samples, ranks) if stage > 0 else None
+    behind = crossing(model, layers, span.stop, samples, ranks) if stage < plan.num_stages - 1 else None
+    fixed_bytes, held_bytes = ends_bytes(
+        received_bytes=ceil(before.sent_bytes) if before else 0,
+        returned_bytes=ceil(behind.back_bytes) if behind else 0,
+        sent_bytes=ceil(behind.hidden_bytes) if behind else 0,
+        micro_batches=plan.num_micro_batches,
+    )
+    return fixed_bytes, held_bytes + ceil(made_bytes(layers, span, samples / ranks) if plan.pp > 1 else 0)
+
+
 def _stage_units(plan: Plan, stage: int, model: ModelSpec, layers: LayerProfile, known: Known) -> list[Unit]:
     mesh, span, micro_batch = plan.mesh, plan.stage_layers(stage), plan.micro_batch
     units, arriving = [], mesh.boundary
-    for layer, layout in zip(span, _layouts(mesh, plan, span), strict=True):
-        strategy = plan.strategies[layer]
-        shared, samples = shared_bytes(model, layer, plan.pp, strategy.tp), micro_batch / strategy.dp
-        relayout = layer > 0 and arriving != layout
-        key = (model.layers[layer], strategy, samples, shared, relayout)
+    parts = parts_of(model, span, plan.pp)
+    places = [part.layer for part in parts]
+    for place, (part, layout) in enumerate(zip(parts, _layouts(mesh, plan, places), strict=True)):
+        strategy = plan.strategies[part.layer]
+        shared, samples = doubled_bytes(model, parts, place, strategy.tp), micro_batch / strategy.dp
+        relayout = (part.layer > 0 or stage > 0 or place > 0) and arriving != layout
+        key = (part.kind, strategy, samples, shared, relayout)
         if key not in known.units:
-            cost = layer_cost(model, layers, layer, strategy)
+            cost = kind_cost(model, layers, part.kind, strategy)
             known.units[key] = Unit.of(
                 cost, strategy, samples, shared_bytes=shared, relayout=relayout, dtype=layers.dtype
             )
@@ -289,7 +312,7 @@ def _stage_units(plan: Plan, stage: int, model: ModelSpec, layers: LayerProfile,
     return units
 
 
-def _layouts(mesh: RankMesh, plan: Plan, span: range) -> list[Layout]:
+def _layouts(mesh: RankMesh, plan: Plan, span: Sequence[int]) -> list[Layout]:
     """The layout of each layer; each strategy is looked up once."""
     last = len(plan.strategies) - 1
     keys = [(layer in (0, last), plan.strategies[layer]) for layer in span]
@@ -309,7 +332,8 @@ def _stage_work(
     mesh, span = plan.mesh, plan.stage_layers(stage)
     moved_bytes = activation_bytes(model, layers, plan.micro_batch)
     forward, backward = dict.fromkeys(CAUSES, 0.0), dict.fromkeys(CAUSES, 0.0)
-    layouts = _layouts(mesh, plan, span)
+    parts = parts_of(model, span, plan.pp)
+    layouts = _layouts(mesh, plan, [part.layer for part in parts])
     layouts.insert(0, mesh.boundary if stage > 0 else layouts[0])
     layouts.append(mesh.boundary if stage < plan.num_stages - 1 else layouts[-1])
     moves = [
@@ -319,12 +343,13 @@ def _stage_work(
     forward["relayout"] = sum(there_s for there_s, _ in moves)
     backward["relayout"] = sum(back_s for _, back_s in moves)
     works = []
-    for layer in span:
-        strategy = plan.strategies[layer]
-        key = (plan.pp, plan.micro_batch, model.layers[layer], strategy)
+    for place, part in enumerate(parts):
+        strategy = plan.strategies[part.layer]
+        shared = doubled_bytes(model, parts, place, strategy.tp)
+        key = (plan.pp, plan.micro_batch, part.kind, strategy, shared)
         if key not in known.works:
             known.works[key] = layer_work(
-                layer_cost(model, layers, layer, strategy),
+                kind_cost(model, layers, part.kind, strategy),
                 strategy,
                 mesh=mesh,
                 cluster=cluster,
@@ -332,7 +357,7 @@ def _stage_work(
                 samples=plan.micro_batch / strategy.dp,
                 optimizer=plan.request.optimizer,
                 dtype=plan.request.dtype,
-                shared_bytes=shared_bytes(model, layer, plan.pp, strategy.tp),
+                shared_bytes=shared,
             )
         works.append(known.works[key])
     for work in works:
@@ -347,7 +372,7 @@ def _stage_work(
     if plan.pp > 1:
         for times in (forward, backward):
             times["compute"] += cluster.pipeline_call_s / 2
-    zeros = [plan.strategies[layer].zero for layer in span]
+    zeros = [plan.strategies[part.layer].zero for part in parts]
     whole, again = (
         tuple(w.gather_s * (z in kinds) for w, z in zip(works, zeros, strict=True)) for kinds in ((2, 3), (3,))
     )

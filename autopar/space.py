@@ -52,7 +52,7 @@ class StrategySpace:
         """
         legal: dict[str, dict[Strategy, None]] = {}
         rejections = []
-        for kind in model.kinds:
+        for kind in (kind for kind in model.kinds if kind.name in model.layers):
             legal[kind.name] = {}
             for strategy in candidates(mesh, request.allow_unrunnable):
                 reason = why_not(strategy, kind, layers, mesh, request, micro_batch)

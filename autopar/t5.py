@@ -9,12 +9,13 @@ encoder, a token of a block keeps in bytes
     decoder   30 h + 16 w + 2 f + 2 a (S + E) + 12
 
 The first block of each side holds its table of biases and keeps the bias itself once, 2 a S^2; the last block of the
-encoder its last norm.
+encoder its last norm. On several stages the biases go along, and those of the cross attention, which are all zero; the
+stage of the decoder's first block looks its words up in a copy of the table.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar import roofline
 from autopar.counts import (
@@ -31,10 +32,8 @@ from autopar.counts import (
     word_head,
     word_kind,
 )
-from autopar.measured import LayerProfile
-from autopar.model import LayerKind, ModelSpec, Parameter
-
-PIPELINE_REASON = "decoder blocks on other stages would need the encoder's output"
+from autopar.measured import LayerProfile, Line, SideBytes
+from autopar.model import LayerKind, ModelSpec, Parameter, SeamKind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +105,8 @@ class EncoderDecoder:
             tied=True,
             hidden=self.hidden,
             vocab=self.vocab,
-            pipeline_reason=PIPELINE_REASON,
+            parts=tuple(replace(ends[0], name=name) for name in ("front", "between")),
+            seams=(SeamKind(layer=self.encoder_layers + 1, kind="between"),),
         )
 
     def _block(self, side: str, dtype: str) -> tuple[Parameter, ...]:
@@ -130,20 +130,36 @@ class EncoderDecoder:
         passed = 2 * (n + m) * h
         counts = [
             LayerCount(
-                kind=kinds["embed"],
+                kind=kinds[name],
                 products=(),
-                input_bytes=8 * (n + m),
+                input_bytes=input_bytes,
                 output_bytes=passed,
                 kept=Moment(),
-                forward=(Moment(whole=2 * passed),),
-                backward=(Moment(whole=passed, once=kinds["embed"].parameter_bytes),),
+                forward=(Moment(whole=2 * made),),
+                backward=(Moment(whole=made, once=kinds[name].parameter_bytes),),
+            )
+            for name, input_bytes, made in (
+                ("embed", 8 * (n + m), passed),
+                ("front", 8 * n, 2 * n * h),
+                ("between", passed, 2 * m * h),
             )
         ]
         for name, kind in kinds.items():
             if kind.role == "block":
                 counts.append(self._count(kind, name, n, m, passed))
         counts.append(word_head(kinds["head"], m, h, v, kept=10 * h, input_bytes=passed, upcast=False))
-        return profile(counts, machine, sequence=sequence, dtype=dtype, device_name=device_name)
+        found = profile(counts, machine, sequence=sequence, dtype=dtype, device_name=device_name)
+        return replace(found, sides=self._sides(n, m))
+
+    def _sides(self, n: int, m: int) -> tuple[SideBytes, ...]:
+        """The position biases of encoder, decoder and cross attention."""
+        first, last, nothing = self.encoder_layers + 1, self.layers, Line(fixed=0.0, per_sample=0.0)
+        ends = ((1, self.encoder_layers, n, n), (first, last, m, m), (first, last, m, n))
+        sizes = [Line(fixed=2.0 * self.heads * queries * keys, per_sample=0.0) for _, _, queries, keys in ends]
+        return tuple(
+            SideBytes(made=a, last=z, size_bytes=size, gradient_bytes=nothing if place == 2 else size)
+            for place, ((a, z, _, _), size) in enumerate(zip(ends, sizes, strict=True))
+        )
 
     def decoder_tokens(self, sequence: int) -> int:
         """The tokens of the decoder beside so many of the encoder."""

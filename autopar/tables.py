@@ -11,19 +11,20 @@ import numpy as np
 
 from autopar import compute
 from autopar.axes import Layout, RankMesh
+from autopar.boundaries import activation_bytes, crossing, made_bytes, parts_of
 from autopar.bounds import lower_bound, upper_bound
 from autopar.cluster import ClusterSpec
 from autopar.derived import local_bytes, local_cost
 from autopar.layer_memory import Unit
 from autopar.measured import LayerCost, LayerProfile, LinkProfile
-from autopar.memory import edge_bytes
+from autopar.memory import ends_bytes
 from autopar.model import ModelSpec
 from autopar.orders import in_flight
 from autopar.price import INFEASIBLE, CostTables, Int
 from autopar.request import Request, Schedule
 from autopar.space import StrategySpace
 from autopar.strategy import Strategy
-from autopar.units import DTYPE_BYTES, NS_PER_S
+from autopar.units import NS_PER_S
 from autopar.work import Work, layer_work, relayout_s, send_s
 
 Memory = Literal["upper", "near", "lower"]
@@ -52,12 +53,23 @@ def tables(
     return prices.tables(schedule, memory)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Edge:
+    """Bytes of one micro-batch on a rank at a boundary between stages: sent on, sent back, and of the hidden state."""
+
+    sent_bytes: int
+    back_bytes: int
+    hidden_bytes: int
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Prices:
     """What the tables of one number of stages and micro-batches have in common, whatever the schedule and the bound.
 
     classes[l]: layers that may do the same at the same costs; units[class][s]: the memory of one of them;
-    waited_ns: of time_ns what a rank spends whatever the order of its work and whatever runs beside it.
+    waited_ns: of time_ns what a rank spends whatever the order of its work and whatever runs beside it; edges: the
+    least and the most that crosses a boundary; front, between: of a chain with seams the part of the embedding before
+    the first block, by strategy, and the parts after it; made_bytes: of the sides of one micro-batch.
     """
 
     model: ModelSpec
@@ -75,7 +87,10 @@ class Prices:
     p2p_ns: int
     layout: Int
     budget_bytes: int
-    edge_bytes: int
+    edges: tuple[Edge, Edge]
+    front: dict[int, Unit]
+    between: tuple[Unit, ...]
+    made_bytes: int
 
     @classmethod
     def of(
@@ -132,6 +147,17 @@ class Prices:
             times.append(row)
 
         moved_bytes = activation_bytes(model, layers, micro_batch)
+        every, width = range(len(model.layers)), mesh.ranks_per_stage
+        ends = every[1:] if model.seams or layers.sides else every[1:2]
+        edges = [crossing(model, layers, layer, micro_batch, width) for layer in ends]
+        sizes = [[ceil(size) for size in (e.sent_bytes, e.back_bytes, e.hidden_bytes)] for e in edges]
+        least, most = ([by(column) for column in zip(*sizes, strict=True)] for by in (min, max))
+        sent_bytes = width * sum(e.sent_bytes + e.back_bytes for e in edges) / 2 / len(edges)
+        outside = [part.kind for part in parts_of(model, every, pp) if part.kind not in model.layers]
+        parts = {
+            name: {s: _unit(model, layers, name, space.strategies[s], micro_batch) for s in space.allowed[0]}
+            for name in outside
+        }
         columns = enumerate(space.strategies)
         places = [layer_layout(mesh, strategy, is_end=s in space.cut_ends) for s, strategy in columns]
         layouts = {place: i for i, place in enumerate(dict.fromkeys(places))}
@@ -158,15 +184,18 @@ class Prices:
             transition_ns=moves_ns[np.ix_(layout, layout)],
             entry_ns=edge_ns,
             exit_ns=edge_ns,
-            p2p_ns=_ns(2 * send_s(mesh, cluster, links, moved_bytes)),
+            p2p_ns=_ns(2 * send_s(mesh, cluster, links, sent_bytes)),
             layout=layout,
             budget_bytes=request.memory_bytes or cluster.usable_bytes,
-            edge_bytes=ceil(moved_bytes / mesh.ranks_per_stage),
+            edges=(_edge(*least), _edge(*most)),
+            front=parts[model.front] if parts else {},
+            between=tuple(unit for name in outside if name != model.front for unit in parts[name].values()),
+            made_bytes=ceil(made_bytes(layers, every, micro_batch / width)),
         )
 
     def tables(self, schedule: Schedule, memory: Memory) -> CostTables:
         """The tables under a schedule with memory bounded from above or below, or estimated."""
-        pp, count, edge = self.mesh.pp, self.micro_batches, self.edge_bytes
+        pp, count, edge = self.mesh.pp, self.micro_batches, self.edges[memory != "lower"]
         live = tuple(in_flight(schedule, pp, stage, count) for stage in range(pp))
         # Where stages differ, each bound assumes what is safe for it.
         steady = (all if memory == "lower" else any)(now < count for now in live)
@@ -174,14 +203,26 @@ class Prices:
             # The second backward begins with all gradients and one saved set less.
             live, steady = (count - 1,) * pp, True
         state, saved, transient = self._bounds(memory, steady)
-        ends = [edge_bytes(edge, stage=stage, pp=pp, micro_batches=count) for stage in range(pp)]
+        ends = [
+            ends_bytes(
+                received_bytes=edge.sent_bytes * (stage > 0),
+                returned_bytes=edge.back_bytes * (stage < pp - 1),
+                sent_bytes=(edge.hidden_bytes if memory == "lower" else edge.sent_bytes) * (stage < pp - 1),
+                micro_batches=count,
+            )
+            for stage in range(pp)
+        ]
         if memory == "lower":
             # The saved input of the first layer may be the receive buffer itself: it counts once.
             ends = [
-                (fixed - now * edge * (stage > 0), held)
+                (fixed - now * self.edges[1].hidden_bytes * (stage > 0), held)
                 for stage, (now, (fixed, held)) in enumerate(zip(live, ends, strict=True))
             ]
         kept_at_ends = [fixed + now * held for now, (fixed, held) in zip(live, ends, strict=True)]
+        if memory == "upper" and pp > 1:
+            kept_at_ends = [
+                kept + self._between_bytes(now, steady) for now, kept in zip(live, kept_at_ends, strict=True)
+            ]
         return CostTables(
             stages=pp,
             micro_batches=count,
@@ -201,11 +242,23 @@ class Prices:
             tied=self.model.tied,
         )
 
+    def _between_bytes(self, live: int, steady: bool) -> int:
+        """At most what the parts after the first of an embedding add to a stage, and the sides that are made there."""
+        most = 0
+        for unit in self.between:
+            bound = upper_bound(unit, optimizer=self.request.optimizer, steady=steady)
+            most = max(most, bound.state_bytes + live * bound.saved_bytes + bound.transient_bytes)
+        return most + live * self.made_bytes
+
+    def _least_units(self) -> tuple[dict[int, Unit], ...]:
+        """The units with as little of the embedding as its stage holds."""
+        return (self.front, *self.units[1:]) if self.front else self.units
+
     def ending_bytes(self) -> Int:
         """[L, S]: what a rank holds of a layer when its last backward is over: shares, and the summed gradients."""
         found = np.zeros((len(self.units), len(self.space.strategies)), dtype=np.int64)
         optimizer = self.request.optimizer
-        for row, units in zip(found, self.units, strict=True):
+        for row, units in zip(found, self._least_units(), strict=True):
             for s, unit in units.items():
                 kept = unit.held_bytes(optimizer) + unit.optimizer_bytes(optimizer)
                 row[s] = kept + unit.share(unit.gradient_bytes)
@@ -213,8 +266,9 @@ class Prices:
 
     def _bounds(self, memory: Memory, steady: bool) -> tuple[Int, Int, Int]:
         """[L, S] each: states, saved sets and transients, whatever the strategies of the other layers."""
-        gathered = [max((u.buffer_bytes for u in row.values() if u.gathers), default=0) for row in self.units]
-        outputs = [max(u.output_bytes for u in row.values()) for row in self.units]
+        every = self._least_units() if memory == "lower" else self.units
+        gathered = [max((u.buffer_bytes for u in row.values() if u.gathers), default=0) for row in every]
+        outputs = [max(u.output_bytes for u in row.values()) for row in every]
         chain = [gathered[one] for one in self.classes]
         if memory == "upper":
             before = [0, *accumulate(chain, max)]
@@ -233,7 +287,7 @@ class Prices:
             if order[-1] < len(found):
                 continue
             row = np.zeros((3, len(self.space.strategies)), dtype=np.int64)
-            for s, unit in self.units[one].items():
+            for s, unit in every[one].items():
                 if memory == "lower":
                     bound = lower_bound(unit, optimizer=optimizer, steady=steady, last=layer == end)
                 elif memory == "near":
@@ -306,27 +360,25 @@ def floor_ns(
 
 def layer_cost(model: ModelSpec, layers: LayerProfile, layer: int, strategy: Strategy) -> LayerCost:
     """The cost of the layer at this place of the chain under a strategy; ValueError when nothing says what it is."""
-    cost = local_cost(layers, model.kind(layer), strategy)
+    return kind_cost(model, layers, model.layers[layer], strategy)
+
+
+def kind_cost(model: ModelSpec, layers: LayerProfile, name: str, strategy: Strategy) -> LayerCost:
+    """As `layer_cost`, of a kind."""
+    cost = local_cost(layers, model.kind_named(name), strategy)
     if cost is None:
-        raise ValueError(f"layer {model.layer_names[layer]} was not measured as {strategy}")
+        raise ValueError(f"a layer of kind {name} was not measured as {strategy}")
     return cost
+
+
+def _unit(model: ModelSpec, layers: LayerProfile, name: str, strategy: Strategy, micro_batch: int) -> Unit:
+    cost = kind_cost(model, layers, name, strategy)
+    return Unit.of(cost, strategy, micro_batch / strategy.dp, dtype=layers.dtype)
 
 
 def layer_layout(mesh: RankMesh, strategy: Strategy, *, is_end: bool) -> Layout:
     """How activations lie in a layer: embedding and head keep the boundary layout, also where tp cuts their words."""
     return mesh.boundary if is_end else mesh.place(strategy).layout
-
-
-def activation_bytes(model: ModelSpec, layers: LayerProfile, samples: float) -> float:
-    """Bytes of the whole activation between two layers for so many samples: the largest input of a block."""
-    inputs = []
-    for kind in model.kinds:
-        cost = layers.find(kind.name)
-        if kind.role == "block" and cost is not None:
-            inputs.append(cost.input_bytes.at(samples))
-    if not inputs:
-        return samples * layers.sequence * model.hidden_size * DTYPE_BYTES[layers.dtype]
-    return max(inputs)
 
 
 def shared_bytes(model: ModelSpec, layer: int, pp: int, tp: int = 1) -> int:
@@ -343,6 +395,10 @@ def shared_bytes(model: ModelSpec, layer: int, pp: int, tp: int = 1) -> int:
             embed.remove((parameter.shape, parameter.dtype))
             total += local_bytes(parameter, kind, tp)
     return total
+
+
+def _edge(sent_bytes: int, back_bytes: int, hidden_bytes: int) -> Edge:
+    return Edge(sent_bytes=sent_bytes, back_bytes=back_bytes, hidden_bytes=hidden_bytes)
 
 
 def _ns(seconds: float) -> int:

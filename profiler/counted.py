@@ -52,6 +52,7 @@ def count_model(
                 traced = layer_bytes(bench, key, SAMPLES[:2])
                 none = (0.0,) * len(SAMPLES)
                 costs.append(LayerCost(**vars(traced), samples=SAMPLES, forward_s=none, backward_s=none))
+            sides = bench.sides(SAMPLES[:2])
     except DEPENDS_ON_NUMBERS as error:
         raise InputError(
             f"{source} cannot be traced without running it",
@@ -65,6 +66,7 @@ def count_model(
         sequence=sequence,
         dtype=dtype_name(dtype),
         costs=tuple(costs),
+        sides=sides,
     )
     found = ModelFile(model=bench.spec, layers=layers, provenance=provenance(command, device.name))
     return on_device(found, device)

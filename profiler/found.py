@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopar.measured import Line, SelectiveCost, TensorParallelCall
+from autopar.measured import Line, SelectiveCost, SideBytes, TensorParallelCall
 from autopar.model import ModelSpec
 
 
@@ -43,7 +43,7 @@ class RankProfile:
     """The model, the bytes of the layers that this rank traced (by their place), and the seconds of all layers.
 
     layers: their names; samples, seconds: of each layer, at how many samples it was timed; selective: likewise of
-    blocks under selective recompute, at the most samples, by their place.
+    blocks under selective recompute, at the most samples, by their place; sides: as in LayerProfile.
     """
 
     spec: ModelSpec
@@ -53,3 +53,4 @@ class RankProfile:
     samples: tuple[tuple[int, ...], ...]
     seconds: tuple[tuple[LayerSeconds, ...], ...]
     selective: dict[str, LayerSeconds]
+    sides: tuple[SideBytes, ...] = ()

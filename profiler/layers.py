@@ -16,18 +16,19 @@ from torch import Tensor, nn
 
 from autopar.axes import prime_factors
 from autopar.errors import InputError
-from autopar.measured import TensorParallelCall
+from autopar.measured import SideBytes, TensorParallelCall
 from autopar.model import ModelSpec
 from autopar.profiler.clock import device_name
-from autopar.profiler.trace import LayerCall, in_graph, tie
+from autopar.profiler.trace import LayerCall, fit, in_graph, tie
 from autopar.runtime.arguments import argument, replace_argument
 from autopar.runtime.batches import example_batch, vocab_size
+from autopar.runtime.crossing import Boundaries
 from autopar.runtime.fakes import DEPENDS_ON_NUMBERS
 from autopar.runtime.losses import own_loss, summed_loss
 from autopar.runtime.probing import probe
 from autopar.runtime.recompute import recomputed
-from autopar.runtime.spec import describe, kind_name
-from autopar.runtime.stage import LossFunction, StageBody, StageModule
+from autopar.runtime.spec import FRONT, describe, kind_name, seam_kind
+from autopar.runtime.stage import LossFunction, PassThrough, StageBody, StageModule
 from autopar.runtime.structure import BlockForm, Probe
 from autopar.runtime.tracker import storage_bytes
 
@@ -94,6 +95,8 @@ class LayerBench:
         unseen = summed_loss(type(model).__name__, shifted=True) if fake else None
         self._loss = loss or unseen or own_loss(model, self._batch)
         self._model = model
+        several = structure.sides and not structure.pipeline_reason
+        self._boundaries = Boundaries(model, structure, (), self._device) if several else None
         self._modules: dict[LayerKey, nn.Module] = {}
         self._plans: dict[LayerKey, BlockPlan] = {}
 
@@ -166,7 +169,7 @@ class LayerBench:
 
         The embedding makes its own while it runs, and its trace sees them.
         """
-        if key.kind == "embed":
+        if key.kind not in self._numbers and key.kind != "head":
             return 0
         number = self._numbers.get(key.kind, 0)
         args, kwargs = self._block_inputs(number, samples)
@@ -208,10 +211,12 @@ class LayerBench:
 
         def run(hidden: Tensor | None) -> Tensor:
             output = module(hidden, **batch)
+            if isinstance(output, tuple):
+                output = tie(output[0], [x for x in output[1:] if x is not None and x.requires_grad])
             assert isinstance(output, Tensor)
             return output
 
-        hidden = None if key.kind == "embed" else self._hidden(samples, self._probe.hidden_shape)
+        hidden = None if key.kind in ("embed", FRONT) else self._hidden(samples, self._entering(key.kind))
         return LayerCall(module=module, hidden=hidden, sides=batch, run=run)
 
     def _outer_module(self, kind: str) -> nn.Module:
@@ -219,13 +224,53 @@ class LayerBench:
         structure = self._probe.structure
         shared = _copied(self._model, shared=[structure.block(self._model, n) for n in range(structure.num_blocks)])
         last = structure.num_blocks + 1
-        body = StageBody(shared, structure, range(1) if kind == "embed" else range(last, last + 1))
+        seam = next((seam for seam in structure.seams if seam_kind(structure, seam.block) == kind), None)
+        if seam is not None:
+            return self._seam_module(shared, seam.block)
+        first = kind in ("embed", FRONT)
+        body = StageBody(shared, structure, range(1) if first else range(last, last + 1), seams=kind == "embed")
         if kind == "embed":
             for number, form in enumerate(structure.forms):
                 if form.learned:
                     structure.block(shared, number).register_forward_hook(_tied_to(form), with_kwargs=True)
         body.attach_ends()
-        return body if kind == "embed" else StageModule(body, self._loss)
+        return body if first else StageModule(body, self._loss)
+
+    def _seam_module(self, shared: nn.Module, number: int) -> nn.Module:
+        """What runs right before the block after a seam: the stage of that block, which passes through."""
+        structure = self._probe.structure
+        body = StageBody(shared, structure, range(number + 1, number + 2))
+        block = structure.block(shared, number)
+        shared.set_submodule(structure.paths[number], PassThrough(structure.forms[number], block, None))
+        body.attach_ends()
+        return body
+
+    def _entering(self, kind: str) -> Sequence[int]:
+        """The shape of one sample of the hidden state that the head gets, or what runs at a seam."""
+        structure = self._probe.structure
+        for seam in structure.seams:
+            if seam_kind(structure, seam.block) == kind:
+                before = structure.kinds[seam.block - 1]
+                inputs = self._probe.inputs[before]
+                hidden: Tensor = argument(inputs.args, inputs.kwargs, self._form(before).hidden)
+                return tuple(hidden.shape[1:])
+        return self._probe.hidden_shape
+
+    def sides(self, samples: Sequence[int]) -> tuple[SideBytes, ...]:
+        """What layers hand on beside the hidden state, by the smallest and the largest of these numbers of samples."""
+        if self._boundaries is None:
+            return ()
+        ends = list(dict.fromkeys((samples[0], samples[-1])))
+        found = [self._boundaries.sides(_resized(self._batch, n, self._device)) for n in ends]
+        return tuple(
+            SideBytes(
+                made=side.made + 1,
+                last=max(user for user, _ in side.users) + 1,
+                size_bytes=fit(ends, [x.nbytes for x in rows]),
+                gradient_bytes=fit(ends, [x.nbytes * x.requires_grad for x in rows]),
+            )
+            for side, rows in zip(self._probe.structure.sides, zip(*found, strict=True), strict=True)
+        )
 
     def _hidden(self, samples: int, shape: Sequence[int], sequence_shards: int = 1) -> Tensor:
         generator = torch.Generator().manual_seed(samples)

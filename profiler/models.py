@@ -139,6 +139,7 @@ def _model_file(found: Sequence[RankProfile], *, sequence: int, dtype: str, devi
         sequence=sequence,
         dtype=dtype,
         costs=tuple(costs),
+        sides=first.sides,
     )
     return ModelFile(model=first.spec, layers=layers, provenance=provenance(command, first.device_name))
 

@@ -104,6 +104,7 @@ def measure(bench: LayerBench, *, degrees: Sequence[int], samples: Sequence[int]
         samples=tuple(timed),
         seconds=tuple(tuple(_median(bursts[place, n]) for n in timed[place]) for place in range(len(keys))),
         selective={str(place): _median(found) for place, found in bursts_again.items()},
+        sides=bench.sides(samples),
     )
 
 

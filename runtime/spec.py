@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,7 @@ from torch import nn
 
 from autopar.axes import prime_factors
 from autopar.errors import InputError
-from autopar.model import LayerKind, ModelSpec
+from autopar.model import LayerKind, ModelSpec, SeamKind
 from autopar.runtime.arguments import argument
 from autopar.runtime.structure import BlockInputs, Probe, fingerprint, parameters_of
 
@@ -26,9 +26,25 @@ class DescribedModel:
     derivations: Mapping[int, Derivation]
 
 
+FRONT = "front"
+"""The kind of what runs before the first block, where more of the embedding runs at seams."""
+
+
 def kind_name(number: int, count: int) -> str:
     """The name of a kind of block: `block` where there is one kind, otherwise `block0`, `block1`, ..."""
     return "block" if count == 1 else f"block{number}"
+
+
+def seam_kind(structure: Structure, block: int) -> str:
+    """The name of the kind of what runs right before the block after a seam."""
+    return "between" if len(structure.seams) == 1 else f"between{block}"
+
+
+def _embed_part(name: str, model: nn.Module, structure: Structure, used: Sequence[str]) -> LayerKind:
+    """A part of the embedding: its parameters, under the names that the embedding knows them by."""
+    embed = structure.layer_parameters(model, 0)
+    own = parameters_of({name: p for name, p in embed.items() if name in used})
+    return LayerKind(name=name, role="embed", class_name=type(model).__name__, parameters=own)
 
 
 def describe(
@@ -71,6 +87,10 @@ def describe(
             )
         )
     kinds.append(_outer_kind("head", model, found, max_tp))
+    seams = structure.seams if not structure.pipeline_reason else ()
+    if seams:
+        kinds.append(_embed_part(FRONT, model, structure, structure.front_parameters))
+        kinds += [_embed_part(seam_kind(structure, s.block), model, structure, s.parameters) for s in seams]
     spec = ModelSpec(
         name=name or type(model).__name__,
         source=source,
@@ -81,6 +101,8 @@ def describe(
         hidden_size=structure.hidden_size,
         vocab_size=vocab_size,
         pipeline_reason=structure.pipeline_reason,
+        front=FRONT if seams else "",
+        seams=tuple(SeamKind(layer=s.block + 1, kind=seam_kind(structure, s.block)) for s in seams),
     )
     return DescribedModel(spec=spec, derivations=derivations)
 

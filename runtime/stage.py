@@ -222,7 +222,7 @@ class StageBody(nn.Module):
     def _attach_exit(self) -> None:
         if self.holds_head:
             return
-        if self.layers[-1] == 0 and not self._seams:
+        if self.layers[-1] == 0 and not (self._seams and self.structure.seams):
 
             def leave_before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
                 raise _LeftEarly(argument(args, kwargs, self.structure.forms[0].hidden), [])

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from autopar import shipped
+from autopar.boundaries import Part, crossing, doubled_bytes, parts_of
 from autopar.encoders import ImageEncoder, WordEncoder
 from autopar.errors import InputError
 from autopar.estimating import Degrees, files, priced, uniform
@@ -337,14 +338,34 @@ def test_images_have_one_length_and_words_as_many_as_there_are_positions() -> No
             files(name, "a100-80g:1x8", sequence=1024)
 
 
-def test_a_pipeline_of_encoder_and_decoder_is_priced_when_asked_and_never_searched() -> None:
+def test_a_pipeline_of_encoder_and_decoder_is_searched_and_runs() -> None:
     model, cluster = files("t5-base", "a100-80g:1x4", sequence=512)
-    degrees = Degrees(pp=4, num_micro_batches=8)
-    with pytest.raises(InputError, match="runs on one stage"):
-        uniform(model, cluster, degrees, global_batch=64)
-    plan = uniform(model, cluster, degrees, global_batch=64, allow_unrunnable=True)
+    plan = uniform(model, cluster, Degrees(pp=4, num_micro_batches=8), global_batch=64)
     assert priced(plan, model, cluster).predicted is not None
-    request = Request(global_batch=64, sequence=512, dtype="bfloat16", num_micro_batches=(2,))
-    assert search_files(model, cluster, request).plan.pp == 1
-    staged = replace(request, pp=(2,), allow_unrunnable=True)
-    assert search_files(model, cluster, staged).plan.pp == 2
+    request = Request(global_batch=64, sequence=512, dtype="bfloat16", pp=(2, 4))
+    found = search_files(model, cluster, request)
+    assert {finalist.plan.pp for finalist in found.finalists} == {2, 4}
+    for finalist in found.finalists:
+        finalist.plan.check(model.model)
+
+
+def test_what_crosses_stages_of_encoder_and_decoder_by_hand() -> None:
+    """T5-base, 512 tokens and 128 of the decoder, 12 heads, 768 wide, two bytes each; biases whole on each rank."""
+    model, _ = files("t5-base", "a100-80g:1x4", sequence=512)
+    hidden, encoder, decoder, cross = 2 * 640 * 768, 24 * 512 * 512, 24 * 128 * 128, 24 * 128 * 512
+    for layer, sides, back in (
+        (1, 0, 0),  # embedding to encoder
+        (7, encoder, encoder),
+        (13, 0, 0),  # encoder to decoder
+        (20, decoder + cross, decoder),
+        (25, 0, 0),  # decoder to head
+    ):
+        found = crossing(model.model, model.layers, layer, 8, 2)
+        assert (found.hidden_bytes, found.sides_bytes, found.back_bytes) == (4 * hidden, sides, 4 * hidden + back)
+    words = 32128 * 768 * 2
+    parts = parts_of(model.model, range(7, 26), 2)
+    assert [part.kind for part in parts if part.layer in (0, 25)] == ["between", "head"]
+    assert doubled_bytes(model.model, parts, len(parts) - 1) == words
+    assert parts_of(model.model, range(26), 1) == tuple(
+        Part(layer=layer, kind=kind) for layer, kind in enumerate(model.model.layers)
+    )
