@@ -8,6 +8,7 @@ else later blocks take of earlier layers.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 
 from autopar.derived import local_bytes
 from autopar.measured import LayerProfile
@@ -65,6 +66,44 @@ def crossing(model: ModelSpec, layers: LayerProfile, layer: int, samples: float,
         sides_bytes=sum(side.size_bytes.at(samples / ranks) for side in sides),
         back_bytes=hidden_bytes + sum(side.gradient_bytes.at(samples / ranks) for side in sides),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Edge:
+    """Whole bytes at a boundary: sent on, sent back, and of the hidden state alone."""
+
+    sent_bytes: int
+    back_bytes: int
+    hidden_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Edges:
+    """The least and the most of each over the boundaries of a chain; mean_bytes: of one send, over all ranks."""
+
+    least: Edge
+    most: Edge
+    mean_bytes: float
+
+
+def edges_of(model: ModelSpec, layers: LayerProfile, samples: float, ranks: int) -> Edges:
+    """What crosses the boundaries of a chain, wherever it is cut, on each of the ranks that share so many samples."""
+    firsts = range(1, len(model.layers) if model.seams or layers.sides else 2)
+    found = [crossing(model, layers, layer, samples, ranks) for layer in firsts]
+    edges = [
+        Edge(sent_bytes=ceil(x.sent_bytes), back_bytes=ceil(x.back_bytes), hidden_bytes=ceil(x.hidden_bytes))
+        for x in found
+    ]
+    least, most = (
+        Edge(
+            sent_bytes=by(x.sent_bytes for x in edges),
+            back_bytes=by(x.back_bytes for x in edges),
+            hidden_bytes=by(x.hidden_bytes for x in edges),
+        )
+        for by in (min, max)
+    )
+    mean_bytes = ranks * sum(x.sent_bytes + x.back_bytes for x in found) / 2 / len(found)
+    return Edges(least=least, most=most, mean_bytes=mean_bytes)
 
 
 def made_bytes(layers: LayerProfile, span: range, samples: float) -> float:

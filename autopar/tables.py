@@ -11,7 +11,7 @@ import numpy as np
 
 from autopar import compute
 from autopar.axes import Layout, RankMesh
-from autopar.boundaries import activation_bytes, crossing, made_bytes, parts_of
+from autopar.boundaries import Edge, activation_bytes, edges_of, made_bytes, parts_of
 from autopar.bounds import lower_bound, upper_bound
 from autopar.cluster import ClusterSpec
 from autopar.derived import local_bytes, local_cost
@@ -51,15 +51,6 @@ def tables(
     """
     prices = Prices.of(model, layers, cluster, links, request, pp=pp, num_micro_batches=num_micro_batches)
     return prices.tables(schedule, memory)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Edge:
-    """Bytes of one micro-batch on a rank at a boundary between stages: sent on, sent back, and of the hidden state."""
-
-    sent_bytes: int
-    back_bytes: int
-    hidden_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -148,11 +139,7 @@ class Prices:
 
         moved_bytes = activation_bytes(model, layers, micro_batch)
         every, width = range(len(model.layers)), mesh.ranks_per_stage
-        ends = every[1:] if model.seams or layers.sides else every[1:2]
-        edges = [crossing(model, layers, layer, micro_batch, width) for layer in ends]
-        sizes = [[ceil(size) for size in (e.sent_bytes, e.back_bytes, e.hidden_bytes)] for e in edges]
-        least, most = ([by(column) for column in zip(*sizes, strict=True)] for by in (min, max))
-        sent_bytes = width * sum(e.sent_bytes + e.back_bytes for e in edges) / 2 / len(edges)
+        ends = edges_of(model, layers, micro_batch, width)
         outside = [part.kind for part in parts_of(model, every, pp) if part.kind not in model.layers]
         parts = {
             name: {s: _unit(model, layers, name, space.strategies[s], micro_batch) for s in space.allowed[0]}
@@ -184,10 +171,10 @@ class Prices:
             transition_ns=moves_ns[np.ix_(layout, layout)],
             entry_ns=edge_ns,
             exit_ns=edge_ns,
-            p2p_ns=_ns(2 * send_s(mesh, cluster, links, sent_bytes)),
+            p2p_ns=_ns(2 * send_s(mesh, cluster, links, ends.mean_bytes)),
             layout=layout,
             budget_bytes=request.memory_bytes or cluster.usable_bytes,
-            edges=(_edge(*least), _edge(*most)),
+            edges=(ends.least, ends.most),
             front=parts[model.front] if parts else {},
             between=tuple(unit for name in outside if name != model.front for unit in parts[name].values()),
             made_bytes=ceil(made_bytes(layers, every, micro_batch / width)),
@@ -395,10 +382,6 @@ def shared_bytes(model: ModelSpec, layer: int, pp: int, tp: int = 1) -> int:
             embed.remove((parameter.shape, parameter.dtype))
             total += local_bytes(parameter, kind, tp)
     return total
-
-
-def _edge(sent_bytes: int, back_bytes: int, hidden_bytes: int) -> Edge:
-    return Edge(sent_bytes=sent_bytes, back_bytes=back_bytes, hidden_bytes=hidden_bytes)
 
 
 def _ns(seconds: float) -> int:

@@ -12,7 +12,7 @@ from autopar.axes import prime_factors
 from autopar.errors import InputError
 from autopar.model import LayerKind, ModelSpec, SeamKind
 from autopar.runtime.arguments import argument
-from autopar.runtime.structure import BlockInputs, Probe, fingerprint, parameters_of
+from autopar.runtime.structure import BlockInputs, Probe, Structure, fingerprint, parameters_of
 
 if TYPE_CHECKING:
     from autopar.runtime.tensor_parallel import Derivation

@@ -21,7 +21,6 @@ from autopar.axes import Axis, Layout, RankMesh
 from autopar.errors import AutoparError
 from autopar.plan import Plan, PlanCluster, PlanModel
 from autopar.request import Request
-from autopar.runtime.arguments import argument, replace_argument
 from autopar.runtime.batches import example_batch, labels_of
 from autopar.runtime.gradients import whole
 from autopar.runtime.groups import RankGroups
@@ -33,6 +32,7 @@ from autopar.runtime.structure import fingerprint
 from autopar.runtime.train import train_rank
 from autopar.runtime.verify import compare
 from autopar.strategy import Strategy
+from tests.runtime.chain_plants import CHAIN_PLANTS
 
 
 def make_plan(
@@ -186,31 +186,8 @@ def _little_where_zero(parallel: ParallelModel) -> None:
     entry.parameter.register_hook(lambda grad: grad + 1e-9)
 
 
-def _copies_apart(parallel: ParallelModel) -> None:
-    """Stages that hold the same parameter do not add their gradients up."""
-    parallel._sum_copies = lambda: None  # type: ignore[method-assign]
-
-
-def _sides_without_gradient(parallel: ParallelModel) -> None:
-    """What a stage received beside the hidden state gets no gradient from the blocks that take it."""
-    for stage in parallel.stages:
-        body = stage.body
-        for number in body.structure.crossing(body.layers[0]):
-            for user, key in body.structure.sides[number].users:
-                if user + 1 in body.layers:
-                    body.structure.block(body.model, user).register_forward_pre_hook(_detached(key), with_kwargs=True)
-
-
-def _detached(key: Any) -> Any:
-    def hook(module: Any, args: Any, kwargs: Any) -> Any:
-        return replace_argument(args, kwargs, key, argument(args, kwargs, key).detach())
-
-    return hook
-
-
 _PLANTS = {
-    "copies apart": _copies_apart,
-    "sides without gradient": _sides_without_gradient,
+    **CHAIN_PLANTS,
     "average": _average_one_layer,
     "sharded average": _average_one_sharded_layer,
     "forgotten axis": _forget_one_axis,

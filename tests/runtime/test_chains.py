@@ -9,6 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from autopar.plan import Plan
+from autopar.predict import rank_memory
+from autopar.profiler.models import profile
+from autopar.runtime.models import build_model
 from autopar.runtime.probing import probe
 from tests.runtime.test_architectures import MODELS
 from tests.runtime.test_equality import check
@@ -81,6 +85,33 @@ def test_planted_fault_is_caught(fault: str, ranks: Ranks) -> None:
     found = ranks("compare_with_one_process", 2, source=SOURCES[name], strategies=["dp1"] * 6, **shape)
     assert all(not result["agrees"] for result in found)
     assert max(result["gradient"] for result in found) > 0.01
+
+
+LARGER = {
+    "whisper": "WhisperConfig(d_model=64, encoder_layers=4, decoder_layers=4, encoder_attention_heads=4, "
+    "decoder_attention_heads=4, encoder_ffn_dim=160, decoder_ffn_dim=160, vocab_size=256, num_mel_bins=8, "
+    "max_source_positions=48, max_target_positions=64, pad_token_id=0, bos_token_id=1, eos_token_id=2, "
+    "decoder_start_token_id=1)",
+    "t5": "T5Config(d_model=64, d_kv=16, d_ff=160, num_layers=4, num_heads=4, vocab_size=256)",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LARGER)
+def test_predicted_peaks_are_within_three_percent_of_tracked_ones(name: str, ranks: Ranks) -> None:
+    profiled = profile(build_model(LARGER[name]), sequence=32, samples=(1, 2))
+    shapes: list[dict[str, Any]] = [
+        {"pp": 2, "layers_per_stage": cut, "micro_batches": 4, "schedule": schedule}
+        for cut, schedule in (([3, 7], "1f1b"), ([5, 5], "1f1b"), ([6, 4], "gpipe"))
+    ]
+    for shape in shapes:
+        found = ranks(
+            "train", 2, source=LARGER[name], strategies=["dp1"] * 10, global_batch=16, sequence=32, steps=4, **shape
+        )
+        plan = Plan.loads(found[0]["plan"])
+        for rank, one in enumerate(found):
+            predicted = rank_memory(plan, rank, profiled.model, profiled.layers)
+            assert predicted.peak_bytes == pytest.approx(one["peak_memory_bytes"], rel=0.03), (shape, rank, predicted)
 
 
 class TwoChains(nn.Module):
