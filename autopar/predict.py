@@ -210,9 +210,8 @@ def simulated(
 
 def _mean_sent_bytes(plan: Plan, model: ModelSpec, layers: LayerProfile) -> float:
     """Of the ranks of a stage, what a send takes, the mean over boundaries and both ways."""
-    width = plan.mesh.ranks_per_stage
-    firsts = [plan.stage_layers(stage).start for stage in range(1, plan.num_stages)]
-    found = [crossing(model, layers, layer, plan.micro_batch, width) for layer in firsts]
+    width, stages = plan.mesh.ranks_per_stage, range(1, plan.num_stages)
+    found = [crossing(model, layers, plan.stage_layers(s).start, plan.micro_batch, width) for s in stages]
     return width * sum((one.sent_bytes + one.back_bytes) / 2 for one in found) / max(1, len(found))
 
 

@@ -4,8 +4,8 @@ Blocks of other stages become pass-throughs without parameters, foreign paramete
 stubs of stride 0 (right shape, no memory). The received activation is fed in at the input of the first own layer, and
 after the last own layer the forward is left early. Masks, positions and rotary tables are thus computed by the model
 itself on every stage (where no number of the batch matters, once a step), and parameter names stay as they were. What
-blocks take besides of other layers (the encoder's output, position biases that a block returns) is handed from stage to
-stage beside the hidden state.
+blocks take besides of other layers (the encoder's output, position biases that a block returns) is handed from stage
+to stage beside the hidden state.
 """
 
 from __future__ import annotations
