@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+import torch.distributed as dist
 from torch import nn
 
 from autopar.plan import Plan
+from autopar.runtime.gradients import HeldParameter
+from autopar.runtime.groups import RankGroups
 from autopar.runtime.structure import Structure
 from autopar.schedules import stage_rank
 
@@ -36,3 +41,22 @@ def copies_of(model: nn.Module, structure: Structure, plan: Plan) -> Mapping[str
             one = Copies(name=shared[0], stages=stages, ranks=tuple(sorted(ranks)))
             found |= dict.fromkeys(shared, one)
     return found
+
+
+def sum_copies(held: Sequence[HeldParameter], groups: RankGroups) -> None:
+    """Sum the gradients of the copies that several stages have of a parameter, in one order on all ranks."""
+    mine: defaultdict[Copies, list[HeldParameter]] = defaultdict(list)
+    for entry in held:
+        if entry.copies is not None and entry.parameter.requires_grad:
+            mine[entry.copies].append(entry)
+    for copies in sorted(mine, key=lambda one: one.name):
+        for entry in mine[copies]:
+            if entry.stepped.grad is None:  # other ranks wait for it all the same
+                entry.stepped.grad = torch.zeros_like(entry.stepped)
+        first, *others = (grad for entry in mine[copies] if (grad := entry.local_grad) is not None)
+        for grad in others:
+            first += grad
+        if len(copies.ranks) > 1:
+            dist.all_reduce(first, group=groups.across(copies.ranks))
+        for grad in others:
+            grad.copy_(first)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from math import lcm
 from pathlib import Path
@@ -19,7 +18,7 @@ from autopar.plan import Plan
 from autopar.runtime.activity import activity
 from autopar.runtime.batches import sequence_length
 from autopar.runtime.checkpoint import ModelForm, beside, load_checkpoint, raised_by_all
-from autopar.runtime.copies import Copies
+from autopar.runtime.copies import sum_copies
 from autopar.runtime.crossing import Boundaries
 from autopar.runtime.fakes import number
 from autopar.runtime.finite import refuse_loss
@@ -299,22 +298,7 @@ class ParallelModel(nn.Module):
         return sums[0] / sums[1]
 
     def _sum_copies(self) -> None:
-        """Sum the gradients of the copies that several stages have of a parameter (tied, or used between chains)."""
-        mine: defaultdict[Copies, list[HeldParameter]] = defaultdict(list)
-        for entry in self.held:
-            if entry.copies is not None and entry.parameter.requires_grad:
-                mine[entry.copies].append(entry)
-        for copies in sorted(mine, key=lambda one: one.name):
-            for entry in mine[copies]:
-                if entry.stepped.grad is None:  # other ranks wait for it all the same
-                    entry.stepped.grad = torch.zeros_like(entry.stepped)
-            first, *others = (grad for entry in mine[copies] if (grad := entry.local_grad) is not None)
-            for grad in others:
-                first += grad
-            if len(copies.ranks) > 1:
-                dist.all_reduce(first, group=self._groups.across(copies.ranks))
-            for grad in others:
-                grad.copy_(first)
+        sum_copies(self.held, self._groups)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """The 2-norm of the gradient of the whole model, which is then scaled down to `max_norm` if larger.
