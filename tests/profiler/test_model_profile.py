@@ -279,6 +279,7 @@ def test_saved_sets_agree_with_what_stays_alive(source: str) -> None:
         assert found.saved_bytes == grown + hidden.nbytes - output.nbytes, str(key)
 
 
+@pytest.mark.slow
 def test_profile_by_two_processes_and_its_file(tmp_path: Path) -> None:
     events: list[Any] = []
     found = profile_model(LLAMA, sequence=SEQUENCE, nproc=2, samples=(1, 2), progress=events.append)

@@ -107,7 +107,8 @@ def agree(plans: list[Plan], ranks: Ranks, size: int) -> None:
         check(list(results))
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "t5")) for name in MODELS])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
 def test_a_mixed_plan_equals_one_process(name: str, ranks: Ranks) -> None:
     spec = spec_of(name)
     cycle = [Strategy.parse(s) for s in ("tp2", "dp2-z3-r", "tp2s", "dp2-z2", "tp2-r", "dp2-z1")]

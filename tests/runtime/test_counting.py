@@ -118,6 +118,7 @@ def test_a_model_whose_course_depends_on_numbers_is_refused(tmp_path: Path) -> N
     assert not dist.is_initialized()
 
 
+@pytest.mark.slow
 def test_states_in_host_memory_are_a_category_of_their_own(plan: Plan) -> None:
     strategies = ["dp4-z1", "dp4-z1", "dp4-z3", "dp4", "dp4-z2", "dp4-z1"]
     home = make_plan(LLAMA4, strategies, world=4, optimizer="adamw")

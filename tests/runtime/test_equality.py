@@ -98,6 +98,7 @@ def test_mixed_plan_equals_one_process(name: str, ranks: Ranks) -> None:
     check(ranks("compare_with_one_process", size, source=source, strategies=strategies, **shape))
 
 
+@pytest.mark.slow
 def test_eight_layers_with_eight_strategies_on_eight_ranks(ranks: Ranks) -> None:
     eight = ["dp8-z3", "dp4-z3-tp2", "dp2-tp4", "dp4-z2-tp2s-r", "dp8-r", "dp2-z3-tp4s", "dp8-z2", "dp4-tp2"]
     results = ranks(
@@ -130,7 +131,7 @@ PLACES = {"average": {"0"}, "sharded average": {"0"}, "no norm reduction": {"0",
 """The layers that may be named, where the fault is in one."""
 
 
-SLOW_FAULTS = ("side gradients of samples twice",)
+SLOW_FAULTS = ("side gradients whole", "side gradients apart", "side gradients of samples twice")
 
 
 @pytest.mark.parametrize("fault", [pytest.param(f, marks=[pytest.mark.slow] * (f in SLOW_FAULTS)) for f in FAULTS])

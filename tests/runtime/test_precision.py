@@ -65,7 +65,8 @@ MEMORY: dict[str, tuple[list[str], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "mixed")) for n in MEMORY])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MEMORY)
 def test_predicted_peak_is_within_five_percent_of_the_tracked_one(name: str, ranks: Ranks) -> None:
     strategies, shape = MEMORY[name]
     source = LARGE.replace("vocab_size=66", "vocab_size=256")
