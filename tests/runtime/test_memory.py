@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -104,15 +105,26 @@ def measured(dtype: str) -> ModelFile:
 
 @pytest.fixture(scope="module")
 def tracked(ranks: Ranks) -> Callable[[str], tuple[Plan, list[int]]]:
-    """A plan of PLANS and the peak that each of its ranks tracked in a real run."""
+    """A plan of PLANS and the peak that each of its ranks tracked in a real run.
+
+    The ranks of a stage hold equally much. Where they do not, a thread of gloo has freed a copy late on one of them
+    (docs/fidelity.md): the least of up to three runs counts.
+    """
 
     @cache
     def run(name: str) -> tuple[Plan, list[int]]:
         strategies, shape = PLANS[name]
-        results = ranks(
-            "train", WORLD, source=SOURCE, strategies=strategies, global_batch=16, sequence=SEQUENCE, steps=4, **shape
-        )
-        return Plan.loads(results[0]["plan"]), [result["peak_memory_bytes"] for result in results]
+        arguments = {"source": SOURCE, "strategies": strategies, "global_batch": 16, "sequence": SEQUENCE, **shape}
+        least = [sys.maxsize] * WORLD
+        for _ in range(3):
+            results = ranks("train", WORLD, steps=4, **arguments)
+            least = [min(a, b["peak_memory_bytes"]) for a, b in zip(least, results, strict=True)]
+            plan = Plan.loads(results[0]["plan"])
+            width = plan.mesh.ranks_per_stage
+            stages = [least[first : first + width] for first in range(0, WORLD, width)]
+            if all(max(stage) <= 1.01 * min(stage) for stage in stages):
+                break
+        return plan, least
 
     return run
 
